@@ -1,0 +1,116 @@
+"""gdino-lab COMMAND [hydra overrides and flags]: find the command, compose conf/ with Hydra, call it, say errors plainly."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from pathlib import Path
+
+from gdino_lab.errors import ConfigurationError, nearest
+
+COMMANDS = {
+    "train": "fine-tune; -m sweeps",
+    "synthesize": "write the synthetic screw-bag set in MVTec LOCO layout to out=DIR",
+}
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+COMPLETION_FLAGS = ("-sc", "--shell-completion")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # `deepspeed --module gdino_lab` appends this to every rank's arguments; LOCAL_RANK says the same.
+    arguments = [word for word in arguments if not re.fullmatch(r"--local[_-]rank(=\d+)?", word)]
+    if arguments and arguments[0] in COMPLETION_FLAGS:
+        return complete(arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(commands_text())
+        return run("train", ["--help"])
+    command, *rest = arguments
+    if command not in COMMANDS:
+        print(f"gdino-lab: unknown command '{command}'.{nearest(command, COMMANDS)}\n\n{commands_text()}", file=sys.stderr)
+        return REFUSED
+    return run(command, rest)
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """Compose the configuration with Hydra and hand it to the command's `run(config) -> exit code`."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    import gdino_lab.settings  # noqa: F401  registers the schema
+
+    body = importlib.import_module(f"gdino_lab.commands.{command}")
+    codes: list[int] = []
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come as exceptions, and are told here
+    sys.argv = ["gdino-lab", *arguments]
+    entry = hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")
+    try:
+        entry(lambda config: codes.append(body.run(config)))()
+    except ConfigurationError as error:
+        refuse(error.complaints)
+        return REFUSED
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        refuse([plain(error)])
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as exit:
+        return exit.code if isinstance(exit.code, int) else FAILED
+    return max(codes, default=0)
+
+
+def conf_folder() -> Path:
+    """conf/: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    return next(folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir())
+
+
+def commands_text() -> str:
+    width = max(map(len, COMMANDS))
+    return "gdino-lab COMMAND [overrides and flags]\n\n" + "\n".join(
+        f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()
+    ) + "\n"
+
+
+def refuse(complaints: list[str]) -> None:
+    print("gdino-lab: refused, nothing was started", file=sys.stderr)
+    for complaint in complaints:
+        print(f"  - {complaint}", file=sys.stderr)
+
+
+def plain(error: Exception) -> str:
+    """Hydra's, OmegaConf's and YAML's messages in one line, with the nearest right spelling of an unknown key."""
+    from gdino_lab.settings import known_keys
+
+    deepest = error
+    while deepest.__cause__ is not None and "Error merging override" in str(deepest):
+        deepest = deepest.__cause__
+    text = str(deepest)
+    key = re.search(r"full_key: (\S+)", text)
+    # What follows names Python types and search paths, which a user has no use for.
+    message = " ".join(re.split(r"\s*(?:full_key|object_type|Config search path)", text)[0].split())
+    if key is None:
+        return message
+    if "not in" not in message:
+        return f"{key[1]}: {message}"
+    hint = nearest(key[1], known_keys()) or " `gdino-lab train --cfg job` shows the keys there are."
+    return f"{key[1]}: no such key.{hint}"
+
+
+def complete(arguments: list[str]) -> int:
+    """Shell completion: the command first, then what Hydra completes."""
+    line = os.environ.get("COMP_LINE", "")
+    if not line or "query=" not in arguments[-1]:
+        return run("train", arguments)
+    program, _, rest = line.partition(" ")
+    command, space, overrides = rest.lstrip().partition(" ")
+    if not space:
+        print(" ".join(name for name in COMMANDS if name.startswith(command)))
+        return 0
+    os.environ["COMP_LINE"] = f"{program} {overrides}"
+    return run("train", arguments)

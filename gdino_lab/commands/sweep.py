@@ -1,0 +1,106 @@
+"""Jobs of a sweep: each in processes of its own, each recorded in results.csv, none ending the others."""
+
+from __future__ import annotations
+
+import csv
+import io
+import traceback
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from gdino_lab import launch, settings
+from gdino_lab.errors import ConfigurationError
+from gdino_lab.run_folder import read_json, write_json
+
+RESULTS = "results.csv"
+JOB = "job.json"
+
+
+def run_job(config: DictConfig) -> int:
+    """One job; returns its exit code. Only an interrupt ends the sweep.
+
+    Raises:
+        KeyboardInterrupt: somebody stopped this job, and so the sweep.
+    """
+    hydra = HydraConfig.get()
+    folder = Path(hydra.sweep.dir) / hydra.sweep.subdir
+    swept = dict(override.split("=", 1) for override in hydra.overrides.task)
+    print(f"\n== job {hydra.job.num}: {hydra.job.override_dirname or 'no override'} ==", flush=True)
+    try:
+        code = launch.train(settings.load(config), run_dir=str(folder))
+    except ConfigurationError as error:
+        code = launch.REFUSED
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "status.json", {"state": "failed", "kind": "refused", "cause": "; ".join(error.complaints)})
+        print("\n".join(f"  - {complaint}" for complaint in error.complaints))
+    except Exception as error:
+        code = launch.FAILED
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "status.json", {"state": "failed", "kind": type(error).__name__, "cause": str(error)})
+        traceback.print_exc()
+    write_json(folder / JOB, {"number": int(hydra.job.num), "overrides": swept})
+    write_results(folder.parent)
+    if code == launch.INTERRUPTED:
+        raise KeyboardInterrupt
+    return code
+
+
+def write_results(sweep: Path) -> list[dict[str, Any]]:
+    """results.csv from the job folders: one row a job, in their order."""
+    jobs = sorted((read_json(path) | {"folder": path.parent} for path in sweep.glob(f"*/{JOB}")), key=lambda job: job["number"])
+    rows = [row_of(job) for job in jobs]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    partial = sweep / f".{RESULTS}"
+    partial.write_text(text.getvalue())
+    partial.replace(sweep / RESULTS)
+    return rows
+
+
+def row_of(job: dict[str, Any]) -> dict[str, Any]:
+    """number, each swept override, state, error kind, metrics, final loss, images/s, peak and host GiB, seconds."""
+    folder: Path = job["folder"]
+    status = read_json(folder / "status.json")
+    summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
+    peaks = [peak["allocated"] for peak in summary.get("peak_bytes") or []]
+    metrics = {name: value for name, value in summary.get("metrics", {}).items() if name.startswith("auroc/")}
+    untuned = summary.get("untuned", {})
+    return {
+        "number": job["number"],
+        **job["overrides"],
+        "state": status["state"],
+        "error": status.get("kind", ""),
+        **metrics,
+        **{f"untuned {name}": untuned.get(name) for name in metrics},
+        "loss": summary.get("loss", {}).get("last", ""),
+        "samples_per_s": summary.get("images_per_s", ""),
+        "peak_gib": round(max(peaks) / 2**30, 3) if peaks else "",
+        "peak_gib_predicted": "",
+        "host_gib": round(summary["host_peak_bytes"] / 2**30, 3) if summary else "",
+        "seconds": round(sum(summary.get("seconds", {}).values()), 1) if summary else "",
+    }
+
+
+class Results(Callback):
+    """Prints the table when a sweep is over."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        sweep = Path(config.hydra.sweep.dir)
+        rows = write_results(sweep)
+        if not rows:
+            return
+        table = Table(title=str(sweep / RESULTS), title_justify="left")
+        for name in rows[0]:
+            table.add_column(name)
+        for row in rows:
+            table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+        Console().print(table)

@@ -1,0 +1,16 @@
+"""gdino-lab train: fine-tune; as a job of a sweep, record how it ended and let the rest go on."""
+
+from __future__ import annotations
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from gdino_lab import launch, settings
+from gdino_lab.commands import sweep
+
+
+def run(config: DictConfig) -> int:
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        return sweep.run_job(config)
+    return launch.train(settings.load(config))

@@ -1,0 +1,47 @@
+"""Which samples a rank sees, in which order: the same images make up step N whatever the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+
+class EpochSampler:
+    """(epoch, index) pairs of one rank, shuffled by (seed, epoch), from the `start`-th on.
+
+    The ranks take turns along one permutation, so consecutive runs of effective_batch images are the optimizer steps
+    for any number of ranks.
+    """
+
+    def __init__(self, dataset: Dataset, rank: int, world_size: int, seed: int, shuffle: bool):
+        self.places = DistributedSampler(dataset, world_size, rank, shuffle=shuffle, seed=seed)
+        self.start = 0
+
+    def set_position(self, epoch: int, start: int = 0) -> None:
+        self.places.set_epoch(epoch)
+        self.start = start
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for place, index in enumerate(self.places):
+            if place >= self.start:
+                yield self.places.epoch, index
+
+    def __len__(self) -> int:
+        return len(self.places) - self.start
+
+
+def loader(
+    dataset: Dataset, sampler: EpochSampler, batch_size: int, workers: int, collate: Callable, pin_memory: bool
+) -> DataLoader:
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        num_workers=workers,
+        collate_fn=collate,
+        pin_memory=pin_memory,
+        # Forked workers would inherit the engine's threads and CUDA state.
+        multiprocessing_context="spawn" if workers else None,
+        persistent_workers=False,
+    )

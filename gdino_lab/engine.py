@@ -1,0 +1,89 @@
+"""The only file that talks to DeepSpeed about training: build the engine, take a step, read what it knows.
+
+It also holds the corrections of what DeepSpeed 0.19 gets wrong, each beside the reason for it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import get_scheduler
+
+from gdino_lab.plan import Plan
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def start_distributed(device: str) -> None:
+    """Join the process group described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    os.environ["DS_ACCELERATOR"] = device
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+
+    # It would serve inference only, leaves 69 MB a rank in /dev/shm, and every rank compiles it at once.
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend=BACKENDS[device], auto_mpi_discovery=False, verbose=False)
+
+
+def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, schedule_name: str, plan: Plan) -> Any:
+    """The DeepSpeed engine around `module`, as the plan says. Collective: every rank calls it."""
+    import deepspeed
+
+    scheduler = get_scheduler(
+        schedule_name, optimizer, num_warmup_steps=plan.warmup_steps, num_training_steps=plan.total_steps
+    )
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        config=plan.deepspeed,
+        dist_init_required=False,
+    )
+    return engine
+
+
+def backward_and_step(engine: Any, loss: Tensor) -> None:
+    """Backward of one micro-batch and, at the end of an accumulation, the optimizer's step."""
+    engine.backward(loss)
+    scaler = _partitioned_autocast_scaler(engine)
+    if scaler is None or not engine.is_gradient_accumulation_boundary():
+        engine.step()
+        return
+    # DeepSpeed clips the *scaled* gradients of fp16 autocast and never lowers the scale after an overflow.
+    engine.optimizer.clip_grad = engine.gradient_clipping() * scaler.get_scale()
+    engine.step()
+    if engine.optimizer.overflow:
+        scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+
+
+def _partitioned_autocast_scaler(engine: Any) -> Any:
+    """The loss scaler of fp16 autocast under ZeRO, or None; at stage 0 DeepSpeed handles its own rightly."""
+    return getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+
+
+def step_report(engine: Any) -> dict[str, float]:
+    """lr, skipped_steps and, where known, grad_norm and loss_scale after the last step."""
+    report = {"lr": float(engine.get_lr()[0]), "skipped_steps": int(engine.skipped_steps)}
+    scaler = _partitioned_autocast_scaler(engine)
+    norm = engine.get_global_grad_norm()
+    if norm is not None:
+        report["grad_norm"] = float(norm) / (scaler.get_scale() if scaler else 1.0)
+    if scaler is not None:
+        report["loss_scale"] = scaler.get_scale()
+    elif engine.fp16_enabled():
+        report["loss_scale"] = float(engine.optimizer.cur_scale)
+    return report
+
+
+def whole_weights(engine: Any) -> dict[str, Tensor] | None:
+    """All weights of the module on the CPU, gathered over the ranks; None on ranks other than 0. Collective."""
+    if engine.zero_optimization_stage() == 3:
+        weights = engine._zero3_consolidated_16bit_state_dict()
+    else:
+        weights = engine.module.state_dict()
+    if engine.global_rank != 0:
+        return None
+    return {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}

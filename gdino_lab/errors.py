@@ -1,0 +1,20 @@
+"""The two ways a run is refused or ended that are the user's to mend; both are shown without a traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigurationError(Exception):
+    """Settings or inputs that cannot work, every complaint at once. Exit code 2: nothing was started or written."""
+
+    def __init__(self, complaints: str | Iterable[str]):
+        self.complaints = [complaints] if isinstance(complaints, str) else list(complaints)
+        super().__init__("\n".join(self.complaints))
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str:
+    """' Did you mean X?' for the closest of `allowed`, or an empty string when nothing is close."""
+    close = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)
+    return f" Did you mean '{close[0]}'?" if close else ""

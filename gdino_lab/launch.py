@@ -1,0 +1,417 @@
+"""From settings to a finished run: refuse or plan, make the run folder, start or join the ranks, say how it ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from gdino_lab import checkpoint, settings as settings_module
+from gdino_lab.errors import ConfigurationError
+from gdino_lab.models import grounding_dino
+from gdino_lab.plan import Plan, make_plan
+from gdino_lab.run_folder import RunFolder, new_run_folder, write_json
+from gdino_lab.settings import Settings, instantiate
+
+log = logging.getLogger(__name__)
+
+DONE, FAILED, REFUSED, OUT_OF_MEMORY, INTERRUPTED = 0, 1, 2, 3, 130
+STATE_OF_EXIT = {
+    DONE: "completed",
+    FAILED: "failed",
+    REFUSED: "failed",
+    OUT_OF_MEMORY: "out_of_memory",
+    INTERRUPTED: "interrupted",
+}
+# A rank that hangs after another one failed is ended after this many seconds (torch elastic's own default is 30).
+SHUTDOWN_SECONDS = 15
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a launcher that has already started them."""
+
+    rank: int
+    local_rank: int
+    local_size: int
+    world_size: int
+
+
+def train(settings: Settings, run_dir: str | None = None) -> int:
+    """Run the training that `settings` describe; returns the exit code.
+
+    Args:
+        run_dir: the run folder, where the settings name none (a sweep's job).
+
+    Raises:
+        ConfigurationError: refused; nothing was started, nothing written.
+    """
+    os.environ["DS_ACCELERATOR"] = settings.hardware.device
+    if (ranks := ranks_of_launcher()) is not None:
+        return join(settings, ranks)
+    job = prepare(settings, settings.hardware.devices, run_dir)
+    return spawn(job, settings.hardware.devices)
+
+
+# --- before anything starts -----------------------------------------------------------------------------------------
+
+
+def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> dict[str, Any]:
+    """Check everything, plan, make the run folder; returns the job as plain data.
+
+    The checks that write nothing come first, so that a refused run leaves nothing but its message.
+    """
+    complaints = device_complaints(settings) + grounding_dino.check(**_arguments(settings.model))
+    data = task = None
+    for build in (lambda: instantiate(settings.data), lambda: instantiate(settings.task, seed=settings.train.seed)):
+        try:
+            built = build()
+            data, task = (data, built) if data is not None else (built, task)
+        except Exception as error:
+            complaints += _complaints_of(error)
+    plan = resume = None
+    try:
+        resume = checkpoint.find(settings.train.resume, Path("outputs/runs"))
+        if data is not None:
+            plan = make_plan(settings, data.train_size(), world_size)
+            if resume is not None:
+                complaints += checkpoint.complaints(resume, plan.as_dict())
+    except ConfigurationError as error:
+        complaints += error.complaints
+    asked = settings.run_dir or run_dir
+    if asked and resume is None and (Path(asked) / "status.json").exists():
+        complaints.append(
+            f"run_dir={asked}: holds a run already; name another folder, or go on with train.resume={asked}"
+        )
+    if complaints:
+        raise ConfigurationError(complaints)
+    data.prepare()
+
+    folder = new_run_folder(asked, **settings_module.choices_of(settings))
+    write_config(settings, folder)
+    write_json(folder.plan, plan.as_dict())
+    folder.write_status("running")
+    print("\n".join([f"run folder: {folder.path}", "plan:", *(f"  {line}" for line in plan.lines())]), flush=True)
+    return {
+        "settings": settings_module.as_dict(settings),
+        "plan": plan.as_dict(),
+        "folder": str(folder.path),
+        "resume": None if resume is None else str(resume),
+    }
+
+
+def device_complaints(settings: Settings) -> list[str]:
+    """Devices beyond what there is."""
+    hardware = settings.hardware
+    there = torch.cuda.device_count() if hardware.device == "cuda" else os.cpu_count() or 1
+    if hardware.devices <= there:
+        return []
+    kind = "CUDA device(s)" if hardware.device == "cuda" else "CPU core(s)"
+    cure = "; hardware=cpu trains without a GPU" if there == 0 else ""
+    return [f"hardware.devices={hardware.devices}: this machine has {there} {kind}{cure}"]
+
+
+def _arguments(node: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in node.items() if key != "_target_"}
+
+
+def _complaints_of(error: Exception) -> list[str]:
+    """The ConfigurationError behind Hydra's wrapping, or `error` itself if it is a bug and not the user's making."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConfigurationError):
+            return cause.complaints
+        cause = cause.__cause__ or cause.__context__
+    raise error
+
+
+def write_config(settings: Settings, folder: RunFolder) -> None:
+    """The resolved configuration, as a Hydra file that gives the same run again."""
+    values = settings_module.as_dict(settings) | {"run_dir": None, "out": None}
+    header = {
+        "defaults": ["settings", "_self_", {"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}],
+        "hydra": {"run": {"dir": "."}, "output_subdir": None, "job": {"name": "gdino-lab", "chdir": False}},
+    }
+    text = yaml.safe_dump(header | values, sort_keys=False)
+    folder.config.write_text(f"# The same run again: gdino-lab train --config-path {folder.path}\n{text}")
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def ranks_of_launcher() -> Ranks | None:
+    """What torchrun, accelerate launch, deepspeed or srun say about this process; None where none of them started it.
+
+    srun's variables are translated to torch's; an allocation without srun (one process) counts as none.
+    """
+    env = os.environ
+    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        env["RANK"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env["SLURM_LOCALID"]
+        env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
+        env.setdefault("LOCAL_WORLD_SIZE", env.get("SLURM_STEP_TASKS_PER_NODE", env["WORLD_SIZE"]).split("(")[0])
+        env.setdefault("MASTER_ADDR", _first_slurm_host(env))
+        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    world_size = int(env["WORLD_SIZE"])
+    local_size = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or world_size)
+    env.setdefault("LOCAL_RANK", str(int(env["RANK"]) % local_size))
+    return Ranks(int(env["RANK"]), int(env["LOCAL_RANK"]), local_size, world_size)
+
+
+def _first_slurm_host(env: Any) -> str:
+    import subprocess
+
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "localhost")
+    if "[" not in nodes and "," not in nodes:
+        return nodes
+    shown = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    return shown.stdout.split()[0]
+
+
+def join(settings: Settings, ranks: Ranks) -> int:
+    """Be one of a launcher's ranks: rank 0 prepares the job, all do it."""
+    import torch.distributed as dist
+
+    from gdino_lab.engine import start_distributed
+
+    if settings.hardware.devices != ranks.local_size:
+        raise ConfigurationError(
+            f"hardware.devices={settings.hardware.devices}, but the launcher started {ranks.local_size} process(es) on "
+            "this machine; make the two equal"
+        )
+    if settings.hardware.device == "cuda" and not device_complaints(settings):
+        torch.cuda.set_device(ranks.local_rank)
+    start_distributed(settings.hardware.device)
+    message: list[Any] = [None, None]
+    if ranks.rank == 0:
+        try:
+            message[0] = prepare(settings, ranks.world_size)
+        except ConfigurationError as error:
+            message[1] = error.complaints
+        except BaseException:
+            message[1] = ["rank 0 failed before the start; its own message says why"]
+            dist.broadcast_object_list(message, src=0)
+            raise
+    dist.broadcast_object_list(message, src=0)
+    if message[1] is not None:
+        if ranks.rank == 0:
+            raise ConfigurationError(message[1])
+        return REFUSED
+    return run_rank(message[0], joined=True)
+
+
+def spawn(job: dict[str, Any], devices: int) -> int:
+    """Start the ranks in processes of their own, wait for them, and say how it ended."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    folder = RunFolder(Path(job["folder"]))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=devices,
+        run_id=folder.path.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="spawn",
+        # SIGINT and SIGTERM are ours: elastic would end the ranks before they have saved.
+        signals_to_handle="SIGHUP",
+    )
+    with passing_signals_on():
+        try:
+            codes = elastic_launch(config, run_rank)(job)
+        except ChildFailedError as error:
+            return post_mortem(folder, error)
+    return max(codes.values())
+
+
+@contextmanager
+def passing_signals_on() -> Iterator[None]:
+    """SIGINT and SIGTERM go to the ranks, which save and end by themselves; a second one kills them."""
+    count = 0
+
+    def handle(number: int, frame: Any) -> None:
+        nonlocal count
+        count += 1
+        for child in psutil.Process().children(recursive=True):
+            with_signal = signal.SIGKILL if count > 1 else signal.SIGTERM
+            try:
+                child.send_signal(with_signal)
+            except psutil.NoSuchProcess:
+                pass
+
+    kept = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def run_rank(job: dict[str, Any], joined: bool = False) -> int:
+    """One rank from start to end; returns its exit code, or ends the process with it after a failure."""
+    folder = RunFolder(Path(job["folder"]))
+    rank = int(os.environ["RANK"])
+    stop = StopRequest()
+    start_logging(folder, rank)
+    code = DONE
+    try:
+        # Late, so that the process that only starts ranks need not load it.
+        from gdino_lab import trainer
+        from gdino_lab.engine import start_distributed
+
+        settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), job["settings"]))
+        if not joined:
+            if settings.hardware.device == "cuda":
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            start_distributed(settings.hardware.device)
+        try:
+            trainer.train(settings, Plan(**job["plan"]), folder, job["resume"], stop)
+        except trainer.Interrupted:
+            code = INTERRUPTED
+        if rank == 0:
+            folder.write_status(STATE_OF_EXIT[code], **_ending(code, folder))
+        torch.distributed.destroy_process_group()
+    except BaseException as error:
+        code = record_failure(error, folder, rank)
+        if joined:
+            report_failure(folder)
+        # Not raised: the launcher shows the first failure of all ranks, and this traceback only once.
+        sys.stdout.flush()
+        os._exit(code)
+    finally:
+        stop.restore()
+    return code
+
+
+class StopRequest:
+    """Remembers SIGINT and SIGTERM until the loop asks."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.kept = {number: signal.signal(number, self._remember) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def _remember(self, number: int, frame: Any) -> None:
+        self.asked = True
+
+    def restore(self) -> None:
+        for number, handler in self.kept.items():
+            signal.signal(number, handler)
+
+
+def start_logging(folder: RunFolder, rank: int) -> None:
+    """Everything goes to the rank's file; what rank 0 has to say also to train.log and the terminal."""
+    line = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.handlers = []
+
+    def add(handler: logging.Handler, formatter: logging.Formatter, ours_only: bool) -> None:
+        handler.setFormatter(formatter)
+        if ours_only:
+            handler.addFilter(lambda record: record.name.startswith("gdino_lab") or record.levelno >= logging.ERROR)
+        root.addHandler(handler)
+
+    add(logging.FileHandler(folder.rank_log(rank)), line, ours_only=False)
+    if rank == 0:
+        add(logging.FileHandler(folder.log), line, ours_only=True)
+        add(logging.StreamHandler(sys.stdout), logging.Formatter("%(message)s"), ours_only=True)
+    logging.captureWarnings(True)
+    warnings.simplefilter("default")
+    for noisy in ("DeepSpeed", "torch.distributed", "accelerate", "transformers"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+# --- after it ended -------------------------------------------------------------------------------------------------
+
+
+def record_failure(error: BaseException, folder: RunFolder, rank: int) -> int:
+    """Leave what went wrong in ranks/rank_N.failure.json; returns the exit code."""
+    refusal = isinstance(error, ConfigurationError)
+    out_of_memory = isinstance(error, torch.OutOfMemoryError)
+    text = "".join(traceback.format_exception(error))
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    log.error("rank %d failed: %s", rank, root)
+    write_json(
+        folder.rank_failure(rank),
+        {
+            "time": time.time(),
+            "rank": rank,
+            "kind": "out_of_memory" if out_of_memory else "refused" if refusal else type(root).__name__,
+            "cause": f"{type(root).__name__}: {root}".strip().split("\n")[0],
+            "traceback": None if refusal else text,
+        },
+    )
+    return OUT_OF_MEMORY if out_of_memory else FAILED
+
+
+def post_mortem(folder: RunFolder, error: Any) -> int:
+    """Status and message after a rank died, from what the ranks left or, where none could, from how they died."""
+    if not folder.failures():
+        first = min(error.failures.values(), key=lambda failure: failure.timestamp)
+        how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"exit code {first.exitcode}"
+        write_json(
+            folder.rank_failure(first.local_rank),
+            {
+                "time": float(first.timestamp),
+                "rank": first.local_rank,
+                "kind": "killed" if first.exitcode < 0 else "died",
+                "cause": f"rank {first.local_rank} died by {how} without a word",
+                "traceback": None,
+            },
+        )
+    return report_failure(folder)
+
+
+def report_failure(folder: RunFolder) -> int:
+    """Write the status of the first failure of all ranks and show its traceback; returns the exit code."""
+    first = folder.failures()[0]
+    code = OUT_OF_MEMORY if first["kind"] == "out_of_memory" else FAILED
+    where = f"rank {first['rank']}; details in {folder.rank_log(first['rank'])}"
+    cure = CURES.get(first["kind"], f"read {folder.log}")
+    folder.write_status(STATE_OF_EXIT[code], cause=first["cause"], where=where, kind=first["kind"], to_try=cure)
+    if first["traceback"]:
+        print(first["traceback"], file=sys.stderr)
+    print(f"gdino-lab: {first['cause']}\n  where: {where}\n  try: {cure}", file=sys.stderr, flush=True)
+    return code
+
+
+CURES = {
+    "out_of_memory": "train.micro_batch=1, activations=recompute, offload=optimizer with zero=stage2, or a smaller data.image_size",
+    "refused": "correct what the message names",
+    "killed": "see whether the system ended it for lack of memory (dmesg); a smaller train.micro_batch or train.workers helps",
+}
+
+
+def _ending(code: int, folder: RunFolder) -> dict[str, str]:
+    if code != INTERRUPTED:
+        return {}
+    return {
+        "cause": "asked to stop by a signal",
+        "where": str(folder.checkpoints / "last"),
+        "to_try": f"train.resume={folder.path}",
+    }

@@ -1,0 +1,113 @@
+"""The files of one run: where they lie, and how they are written so that a reader never meets half a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def status(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "train.log"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.path / "ranks" / f"rank_{rank}.log"
+
+    def rank_failure(self, rank: int) -> Path:
+        return self.path / "ranks" / f"rank_{rank}.failure.json"
+
+    def failures(self) -> list[dict[str, Any]]:
+        """What failing ranks left, earliest first: the first is the cause, the others mostly its echo."""
+        found = [read_json(path) for path in (self.path / "ranks").glob("rank_*.failure.json")]
+        return sorted(found, key=lambda failure: failure["time"])
+
+    def write_status(self, state: str, **details: Any) -> None:
+        """`state`: running, completed, failed, out_of_memory or interrupted; details say cause, where and cure."""
+        write_json(self.status, {"state": state, **details})
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def new_run_folder(run_dir: str | None, task: str, data: str) -> RunFolder:
+    """Make the folder of a run: `run_dir`, or outputs/runs/<date>/<time>_<task>_<data>."""
+    if run_dir is not None:
+        path = Path(run_dir)
+        path.mkdir(parents=True, exist_ok=True)
+    else:
+        now = time.localtime()
+        parent = Path("outputs/runs") / time.strftime("%Y-%m-%d", now)
+        parent.mkdir(parents=True, exist_ok=True)
+        path = _first_free(parent, f"{time.strftime('%H-%M-%S', now)}_{task}_{data}")
+    (path / "ranks").mkdir(exist_ok=True)
+    return RunFolder(path.resolve())
+
+
+def _first_free(parent: Path, name: str) -> Path:
+    """Two runs of one second get two folders."""
+    for suffix in ("", *(f"_{number}" for number in range(2, 1000))):
+        try:
+            (parent / (name + suffix)).mkdir()
+        except FileExistsError:
+            continue
+        return parent / (name + suffix)
+    raise FileExistsError(parent / name)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+def replace_folder(partial: Path, folder: Path) -> None:
+    """`partial` becomes `folder`. The old one goes aside first, so one of the two is whole at any time."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(partial, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())

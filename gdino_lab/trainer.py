@@ -1,0 +1,427 @@
+"""The loop of one rank: instantiate, step, log, evaluate, save. The plan says how often; nothing is derived here."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gdino_lab import checkpoint
+from gdino_lab.data.loading import EpochSampler, loader
+from gdino_lab.engine import backward_and_step, build_engine, step_report, whole_weights
+from gdino_lab.models.export import save_model
+from gdino_lab.models.recompute import recompute_activations
+from gdino_lab.plan import Plan
+from gdino_lab.progress import Progress, format_table
+from gdino_lab.run_folder import RunFolder, write_json
+from gdino_lab.settings import Settings, instantiate
+from gdino_lab.tasks.protocol import Batch, Evaluation, Task
+from gdino_lab.usage import Phases, host_peak_bytes, peak_bytes_by_rank
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Interrupted(Exception):
+    """Somebody asked the run to stop; everything is saved."""
+
+
+@dataclass
+class Run:
+    """What a rank works with."""
+
+    settings: Settings
+    plan: Plan
+    folder: RunFolder
+    device: torch.device
+    task: Task
+    engine: Any
+    processor: Any
+    tuning: Any
+    tracker: Any
+    stop_asked: Callable[[], bool]
+    phases: Phases
+
+    @property
+    def is_main(self) -> bool:
+        return dist.get_rank() == 0
+
+
+@dataclass
+class Progressed:
+    """How far a run is: what a checkpoint restores besides the engine."""
+
+    step: int = 0
+    best_selection: float | None = None
+    best_epoch: int | None = None
+    best: Evaluation | None = None
+    untuned: Evaluation | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    untrained: dict[str, int] = field(default_factory=dict)
+    """Modules whose parameters got no gradient in the first step, with the number of tensors."""
+
+
+def train(
+    settings: Settings, plan: Plan, folder: RunFolder, resume: str | None, stop_asked: Callable[[], bool]
+) -> None:
+    """Train as planned. Every rank calls it, in a process group that is up.
+
+    Raises:
+        Interrupted: `stop_asked` said so on any rank; `checkpoints/last` holds the state.
+    """
+    phases = Phases()
+    with phases("build"):
+        run = build(settings, plan, folder, stop_asked, phases)
+        state = Progressed()
+        if resume is not None:
+            state = restored(checkpoint.load(run.engine, Path(resume)))
+            log.info("resumed %s at step %d of %d", resume, state.step, plan.total_steps)
+    first_step = state.step
+    if state.untuned is None:
+        with phases("evaluate"):
+            state.untuned = evaluate(run)
+        report_evaluation(run, "untuned", 0, 0, state.untuned)
+    fit(run, state)
+    finish(run, state, images=(state.step - first_step) * plan.effective_batch)
+
+
+# --- building -------------------------------------------------------------------------------------------------------
+
+
+def build(
+    settings: Settings, plan: Plan, folder: RunFolder, stop_asked: Callable[[], bool], phases: Phases
+) -> Run:
+    """Instantiate data, model, task, optimizer and engine from the configuration."""
+    device = prepare_device(settings)
+    seed_everything(settings.train.seed)
+    detector, processor = instantiate(settings.model)
+    tuning = instantiate(settings.tuning)
+    task = instantiate(settings.task, seed=settings.train.seed)
+    task.bind(instantiate(settings.data), processor)
+
+    detector = tuning.prepare(detector)
+    if settings.activations.recompute:
+        recompute_activations(detector)
+    module = task.attach(detector).to(device=device, dtype=DTYPES[settings.precision.weights])
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = instantiate(settings.optimizer, params=iter(trainable))
+    engine = build_engine(module, optimizer, settings.schedule.name, plan)
+    log.info(
+        "parameters: %s trainable of %s",
+        f"{sum(size(parameter) for parameter in trainable):,}",
+        f"{sum(size(parameter) for parameter in module.parameters()):,}",
+    )
+    seed_everything(settings.train.seed + 1 + dist.get_rank())  # dropout differs by rank, weights did not
+    tracker = start_tracker(settings, folder) if dist.get_rank() == 0 else None
+    return Run(settings, plan, folder, device, task, engine, processor, tuning, tracker, stop_asked, phases)
+
+
+def prepare_device(settings: Settings) -> torch.device:
+    """Threads, TF32 and the allocator's cap of this rank's device."""
+    hardware = settings.hardware
+    if hardware.device == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // hardware.devices))
+        return torch.device("cpu")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.precision.tf32
+    device = torch.device("cuda", torch.cuda.current_device())
+    if hardware.memory_limit_gib is not None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, hardware.memory_limit_gib * 2**30 / total), device)
+    return device
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def size(parameter: nn.Parameter) -> int:
+    """Elements, also of a parameter that ZeRO-3 has partitioned away."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def start_tracker(settings: Settings, folder: RunFolder) -> Any:
+    if settings.tracker.get("_target_") is None:
+        return None
+    from accelerate import PartialState
+
+    PartialState(cpu=settings.hardware.device == "cpu")  # accelerate's trackers ask it who is the main process
+    tracker = instantiate(settings.tracker, run_name=folder.path.name, logging_dir=str(folder.path / "tracker"))
+    tracker.start()
+    return tracker
+
+
+# --- the loop -------------------------------------------------------------------------------------------------------
+
+
+def fit(run: Run, state: Progressed) -> None:
+    """Epochs from wherever `state` is to the last step."""
+    plan, train = run.plan, run.settings.train
+    dataset = run.task.train_set()
+    sampler = EpochSampler(dataset, dist.get_rank(), plan.world_size, train.seed, shuffle=True)
+    batches = loader(dataset, sampler, plan.micro_batch, train.workers, run.task.collate, run.device.type == "cuda")
+    watch = GradientWatch(run.engine.module) if state.step == 0 else None
+    progress = Progress(plan.total_steps, state.step, shown=run.is_main)
+    meter = Meter(plan.effective_batch)
+    with progress:
+        while state.step < plan.total_steps:
+            epoch, done = divmod(state.step, plan.steps_per_epoch)
+            sampler.set_position(epoch, start=done * plan.accumulation * plan.micro_batch)
+            with run.phases("train"):
+                for terms in steps(run, batches, min(plan.steps_per_epoch - done, plan.total_steps - state.step)):
+                    state.step += 1
+                    meter.add(terms)
+                    if watch is not None:
+                        state.untrained = watch.silent_modules()
+                        watch = None
+                    if state.step % train.log_every == 0 or state.step == plan.total_steps:
+                        log_step(run, state, epoch, meter, progress)
+                    else:
+                        progress.advance(epoch)
+                    if stop_anywhere(run):
+                        save(run, state)
+                        raise Interrupted
+            end_epoch(run, state, epoch, meter)
+
+
+def steps(run: Run, batches: Any, count: int) -> Iterator[dict[str, Tensor]]:
+    """`count` optimizer steps; yields each one's loss terms, averaged over its micro-batches."""
+    run.engine.train()
+    batches = iter(batches)
+    for _ in range(count):
+        sums: Counter[str] = Counter()
+        for _ in range(run.plan.accumulation):
+            batch = to_device(next(batches), run)
+            terms = run.task.losses(run.engine(**batch["inputs"]), batch)
+            backward_and_step(run.engine, sum(terms.values()))
+            for name, term in terms.items():
+                sums[name] += term.detach() / run.plan.accumulation
+        yield dict(sums)
+
+
+def to_device(batch: Batch, run: Run) -> Batch:
+    """The one place where a batch changes device and dtype: pixels take the weights' dtype, targets stay fp32."""
+    moved = {
+        key: value.to(run.device, non_blocking=True) if isinstance(value, Tensor) else value
+        for key, value in batch.items()
+    }
+    moved["inputs"] = {key: value.to(run.device, non_blocking=True) for key, value in batch["inputs"].items()}
+    moved["inputs"]["pixel_values"] = moved["inputs"]["pixel_values"].to(DTYPES[run.settings.precision.weights])
+    return moved
+
+
+def stop_anywhere(run: Run) -> bool:
+    """Whether any rank was asked to stop. All ranks must agree, or one would wait for the others for ever."""
+    asked = run.stop_asked()
+    if run.plan.world_size == 1:
+        return asked
+    vote = torch.tensor([float(asked)], device=run.device)
+    dist.all_reduce(vote)
+    return bool(vote.item())
+
+
+def end_epoch(run: Run, state: Progressed, epoch: int, meter: "Meter") -> None:
+    """Evaluate, keep the best, save, and say it in a line."""
+    with run.phases("evaluate"):
+        evaluation = evaluate(run)
+    better = evaluation.selection is not None and (
+        state.best_selection is None or evaluation.selection > state.best_selection
+    )
+    if better or state.best is None:
+        state.best_selection, state.best_epoch, state.best = evaluation.selection, epoch + 1, evaluation
+        better = True
+        with run.phases("save"):
+            weights = whole_weights(run.engine)
+            if run.is_main:
+                save_model(run.folder.model, run.engine.module, weights, run.tuning, run.processor)
+    with run.phases("save"):
+        save(run, state)
+        if better and run.is_main:
+            checkpoint.copy(run.folder.checkpoints / "last", run.folder.checkpoints / "best")
+    report_evaluation(run, "best" if better else "epoch", epoch + 1, state.step, evaluation)
+    log.info(
+        "Epoch %d/%d | loss %.4f | %s%s",
+        epoch + 1, run.plan.epochs, meter.epoch_loss(), run.task.epoch_line(evaluation), " | ★ best" if better else "",
+    )  # fmt: skip
+
+
+def save(run: Run, state: Progressed) -> None:
+    checkpoint.save(
+        run.engine,
+        run.folder.checkpoints / "last",
+        {"progressed": asdict(state), "plan": run.plan.as_dict()},
+    )
+
+
+def restored(stored: dict[str, Any]) -> Progressed:
+    """The inverse of `asdict` in `save`."""
+    state = Progressed(**stored["progressed"])
+    for name in ("best", "untuned"):
+        if (found := getattr(state, name)) is not None:
+            setattr(state, name, Evaluation(**found))
+    return state
+
+
+def finish(run: Run, state: Progressed, images: int) -> None:
+    """The summary, for programs and for people."""
+    peaks = peak_bytes_by_rank(run.device)
+    host = host_peak_bytes()
+    if not run.is_main:
+        return
+    with run.phases("baselines"):
+        rows = {"tuned": state.best, "untuned": state.untuned} | run.task.baselines()
+    table = run.task.table(rows)
+    trained = run.phases.seconds["train"]
+    write_json(
+        run.folder.summary,
+        {
+            "steps": state.step,
+            "best_epoch": state.best_epoch,
+            "selection": {"name": run.task.selection_name, "value": state.best_selection},
+            "metrics": state.best.metrics,
+            "untuned": state.untuned.metrics,
+            "baselines": {name: rows[name].metrics for name in rows if name not in ("tuned", "untuned")},
+            "table": {"title": table.title, "columns": table.columns, "rows": table.rows, "note": table.note},
+            "images_per_s": round(images / trained, 3) if trained else None,
+            "loss": {"first": state.first_loss, "last": state.last_loss},
+            "untrained": state.untrained,
+            "peak_bytes": peaks,
+            "host_peak_bytes": host,
+            "skipped_steps": int(run.engine.skipped_steps),
+            "seconds": {name: round(seconds, 3) for name, seconds in run.phases.seconds.items()},
+        },
+    )
+    if run.tracker is not None:
+        run.tracker.finish()
+    log.info("%s", format_table(table))
+
+
+# --- evaluating -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> Evaluation:
+    """Every sample of the evaluation set once, shared among the ranks, scored by the task on each rank alike."""
+    dataset = run.task.evaluation_set()
+    sampler = EpochSampler(dataset, dist.get_rank(), run.plan.world_size, seed=0, shuffle=False)
+    sampler.set_position(0)
+    batches = loader(
+        dataset, sampler, evaluation_batch(run.plan), run.settings.train.workers, run.task.collate,
+        run.device.type == "cuda",
+    )  # fmt: skip
+    run.engine.eval()
+    records = []
+    for batch in batches:
+        batch = to_device(batch, run)
+        records += run.task.records(run.engine(**batch["inputs"]), batch)
+    shares: list[list] = [[] for _ in range(run.plan.world_size)]
+    dist.all_gather_object(shares, records)
+    # The sampler repeats samples until the ranks have equally many; each counts once.
+    once = {record["index"]: record for share in shares for record in share}
+    return run.task.evaluate([once[index] for index in sorted(once)])
+
+
+def evaluation_batch(plan: Plan) -> int:
+    """Images a forward pass; without a backward there is room for twice the micro-batch at least."""
+    return 2 * plan.micro_batch
+
+
+# --- saying what happened -------------------------------------------------------------------------------------------
+
+
+class Meter:
+    """Loss terms and throughput between two log lines; reads the device only when asked."""
+
+    def __init__(self, effective_batch: int):
+        self.effective_batch = effective_batch
+        self.terms: list[dict[str, Tensor]] = []
+        self.epoch: list[float] = []
+        self.since = time.perf_counter()
+
+    def add(self, terms: dict[str, Tensor]) -> None:
+        self.terms.append(terms)
+
+    def read(self) -> dict[str, float]:
+        """Mean loss terms over steps and ranks, their sum as `loss`, and images/s; starts anew. Collective."""
+        names = list(self.terms[0])
+        values = torch.stack([torch.stack([terms[name] for name in names]) for terms in self.terms]).mean(0)
+        dist.all_reduce(values)
+        values = (values / dist.get_world_size()).tolist()
+        seconds, count = time.perf_counter() - self.since, len(self.terms)
+        self.terms, self.since = [], time.perf_counter()
+        loss = sum(values)
+        self.epoch += [loss] * count
+        return {
+            "loss": loss,
+            **{f"loss/{name}": value for name, value in zip(names, values, strict=True)},
+            "images_per_s": count * self.effective_batch / seconds,
+        }
+
+    def epoch_loss(self) -> float:
+        """Mean loss of the steps logged since the last call."""
+        mean = float(np.mean(self.epoch)) if self.epoch else float("nan")
+        self.epoch = []
+        return mean
+
+
+class GradientWatch:
+    """Notes which trainable parameters get a gradient in the first step."""
+
+    def __init__(self, module: nn.Module):
+        self.silent = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.hooks = [
+            parameter.register_hook(partial(self._heard, name))
+            for name, parameter in list(self.silent.items())
+        ]
+
+    def _heard(self, name: str, gradient: Tensor) -> None:
+        self.silent.pop(name, None)
+
+    def silent_modules(self) -> dict[str, int]:
+        """Modules whose parameters got none, with the number of tensors; said once, and the hooks go."""
+        for hook in self.hooks:
+            hook.remove()
+        modules = Counter(name.rsplit(".", 1)[0] for name in self.silent)
+        if modules and dist.get_rank() == 0:
+            log.warning(
+                "%d trainable parameter tensors got no gradient in the first step, no loss reaches them:\n%s",
+                len(self.silent),
+                "\n".join(f"  {module} ({count})" for module, count in modules.items()),
+            )
+        return dict(modules)
+
+
+def log_step(run: Run, state: Progressed, epoch: int, meter: Meter, progress: Progress) -> None:
+    row = meter.read() | step_report(run.engine)
+    state.first_loss = row["loss"] if state.first_loss is None else state.first_loss
+    state.last_loss = row["loss"]
+    memory = torch.cuda.max_memory_allocated() if run.device.type == "cuda" else host_peak_bytes()
+    row["memory_gib"] = memory / 2**30
+    progress.advance(epoch, row)
+    if run.is_main:
+        run.folder.append_metrics({"kind": "step", "step": state.step, "epoch": epoch + 1, **row})
+        if run.tracker is not None:
+            run.tracker.log(row, step=state.step)
+
+
+def report_evaluation(run: Run, kind: str, epoch: int, step: int, evaluation: Evaluation) -> None:
+    if not run.is_main:
+        return
+    run.folder.append_metrics({"kind": kind, "step": step, "epoch": epoch, **evaluation.metrics})
+    if run.tracker is not None:
+        known = {name: value for name, value in evaluation.metrics.items() if value is not None}
+        run.tracker.log(known, step=step)
