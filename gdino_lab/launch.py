@@ -19,6 +19,7 @@ import psutil
 import torch
 import yaml
 from omegaconf import OmegaConf
+from transformers.utils.logging import disable_progress_bar
 
 from gdino_lab import checkpoint, settings as settings_module
 from gdino_lab.errors import ConfigurationError
@@ -340,6 +341,7 @@ def start_logging(folder: RunFolder, rank: int) -> None:
         add(logging.StreamHandler(sys.stdout), logging.Formatter("%(message)s"), ours_only=True)
     logging.captureWarnings(True)
     warnings.simplefilter("default")
+    disable_progress_bar()  # transformers' own, for every file it writes
     for noisy in ("DeepSpeed", "torch.distributed", "accelerate", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from scipy.stats import bootstrap, mannwhitneyu
 
@@ -32,9 +34,7 @@ def loco_auroc(good: np.ndarray, logical: np.ndarray, structural: np.ndarray) ->
 
 
 def standard_error(
-    scores: tuple[np.ndarray, np.ndarray, np.ndarray],
-    minus: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
-    seed: int = 0,
+    scores: Sequence[Sequence[float]], minus: Sequence[Sequence[float]] | None = None, seed: int = 0
 ) -> float:
     """Bootstrap standard error of the mean AUROC, or of the difference between two scorings of the same images.
 
@@ -43,12 +43,14 @@ def standard_error(
         minus: another scoring of the same images, in the same order: the error of `scores` minus `minus`, paired.
     """
 
+    scorings = [[np.asarray(group) for group in each] for each in (scores, minus) if each is not None]
+
     def statistic(*chosen: np.ndarray) -> float:
-        drawn = [group[index] for group, index in zip(scores, chosen, strict=True)]
-        value = loco_auroc(*drawn)["mean"]
-        if minus is not None:
-            value -= loco_auroc(*[group[index] for group, index in zip(minus, chosen, strict=True)])["mean"]
-        return value
+        first, *second = (
+            loco_auroc(*(group[index] for group, index in zip(scoring, chosen, strict=True)))["mean"]
+            for scoring in scorings
+        )
+        return first - second[0] if second else first
 
     result = bootstrap(
         [np.arange(len(group)) for group in scores],

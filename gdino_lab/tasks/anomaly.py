@@ -356,7 +356,8 @@ def _over_categories(per_category: dict[str, tuple[dict[str, tuple], float | Non
     selection = _mean(selection for _, selection in per_category.values())
     if selection is not None:
         metrics["auroc_validation_edits/mean"] = selection
-    return Evaluation(metrics, selection, {category: scores["score"] for category, (scores, _) in per_category.items()})
+    plain = {category: [group.tolist() for group in scores["score"]] for category, (scores, _) in per_category.items()}
+    return Evaluation(metrics, selection, plain)
 
 
 def _mean(values) -> float | None:

@@ -33,6 +33,7 @@ class BagPreset:
     gradient: float  # light falling off from one side to the other, as a fraction
     bag_shift: float  # bag units, both axes
     bag_turn: float  # degrees
+    bag_growth: float  # most that the plastic exceeds its usual size, each side, as a fraction
     part_scale: float  # size of each part, as a fraction
     part_brightness: float  # of each part, as a fraction
     highlights: int  # most reflections on the plastic
@@ -43,11 +44,11 @@ class BagPreset:
 
 PRESETS: dict[str, BagPreset] = {
     "easy": BagPreset(
-        gain=0.04, gradient=0.05, bag_shift=0.015, bag_turn=3.0, part_scale=0.0, part_brightness=0.04,
+        gain=0.04, gradient=0.05, bag_shift=0.015, bag_turn=3.0, bag_growth=0.08, part_scale=0.0, part_brightness=0.04,
         highlights=3, highlight_strength=0.45, noise=4.0, gap=0.025,
     ),
     "hard": BagPreset(
-        gain=0.10, gradient=0.08, bag_shift=0.03, bag_turn=5.0, part_scale=0.05, part_brightness=0.07,
+        gain=0.10, gradient=0.08, bag_shift=0.03, bag_turn=5.0, bag_growth=0.08, part_scale=0.05, part_brightness=0.07,
         highlights=3, highlight_strength=0.5, noise=5.0, gap=-0.015,
     ),
 }  # fmt: skip
@@ -93,7 +94,7 @@ def draw_bag(preset: BagPreset, canvas: tuple[int, int], rng: np.random.Generato
     edit, flaw = LOGICAL.get(defect, _Edit()), STRUCTURAL.get(defect, _Flaw())
 
     sheet = _Sheet(canvas, preset, rng)
-    _draw_plastic(sheet, rng)
+    _draw_plastic(sheet, preset, rng)
     flaw.under_parts(sheet, rng)
     parts = _flawed(_scatter(edit.applied(_RULE), preset, rng), flaw, rng)
     boxes = [(_SHAPES[part.kind].class_name, _draw_part(sheet, part)) for part in parts]
@@ -449,8 +450,9 @@ class _Sheet:
         return max(round(width * self._unit), 1)
 
 
-def _draw_plastic(sheet: _Sheet, rng: np.random.Generator) -> None:
-    (x, y), cut = _BAG_HALF, 0.02
+def _draw_plastic(sheet: _Sheet, preset: BagPreset, rng: np.random.Generator) -> None:
+    # Bags of one make differ in size, or the area that is not table would give every missing part away.
+    (x, y), cut = _BAG_HALF * (1 + rng.uniform(0, preset.bag_growth, 2)), 0.02
     corners = np.array([[cut - x, -y], [x - cut, -y], [x, cut - y], [x, y - cut], [x - cut, y], [cut - x, y],
                         [-x, y - cut], [-x, cut - y]])  # fmt: skip
     sheet.polygon(corners, _BAG_COLOUR, _PLASTIC)
