@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from gdino_lab import launch, settings
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.run_folder import read_json, write_json
 
@@ -28,6 +27,8 @@ def run_job(config: DictConfig) -> int:
     Raises:
         KeyboardInterrupt: somebody stopped this job, and so the sweep.
     """
+    from gdino_lab import launch, settings  # late: the callback below is imported for every command
+
     hydra = HydraConfig.get()
     folder = Path(hydra.sweep.dir) / hydra.sweep.subdir
     swept = dict(override.split("=", 1) for override in hydra.overrides.task)

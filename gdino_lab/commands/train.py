@@ -6,11 +6,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gdino_lab import launch, settings
-from gdino_lab.commands import sweep
-
 
 def run(config: DictConfig) -> int:
+    # Late, so that --help, --cfg and shell completion do not wait for torch.
+    from gdino_lab import launch, settings
+    from gdino_lab.commands import sweep
+
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return sweep.run_job(config)
     return launch.train(settings.load(config))

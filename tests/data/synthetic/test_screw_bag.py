@@ -112,7 +112,7 @@ def test_good_bag_has_the_rules_parts_inside_the_canvas(preset, canvas):
 def test_boxes_hug_what_is_drawn():
     """Nothing but the noise varies, so each blob darker than the bag is one part, and its extent is the part's box."""
     for seed in range(5):
-        plain = screw_bag.BagPreset(0, 0, 0, 0, 0, 0, highlights=0, highlight_strength=0, noise=0, gap=0.05)
+        plain = screw_bag.BagPreset(0, 0, 0, 0, 0, 0, 0, highlights=0, highlight_strength=0, noise=0, gap=0.05)
         bag = draw_bag(plain, (220, 320), np.random.default_rng(seed))
         inner = bag.image.mean(axis=2)[25:195, 25:295]
         blobs, count = ndimage.label(inner < 130)

@@ -1,0 +1,29 @@
+# Set-up is done once in .venv and done again when the pins in requirements.lock change.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-fast clean
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+train: $(READY) ## the main job on the embedded default; ARGS="..." are passed on
+	$(BIN)/gdino-lab train $(ARGS)
+
+test: $(READY) ## every test
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(READY) ## the tests that start no rank processes
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+clean: ## remove the environment; outputs/ stays
+	rm -rf .venv
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else "gdino-lab needs Python 3.11 to 3.13; name one: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
