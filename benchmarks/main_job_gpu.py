@@ -60,10 +60,11 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     jobs = [] if arguments.nano_only else [("tiny", [*TINY, f"precision={each}"]) for each in ("fp32", "bf16_autocast")]
     jobs += [("nano", [*NANO, *cell]) for cell in CELLS]
-    rows = [measure(name, overrides, arguments.out / f"{number}") for number, (name, overrides) in enumerate(jobs)]
-    (arguments.out / "results.json").write_text(json.dumps(rows, indent=2) + "\n")
-    for row in rows:
-        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    rows = []
+    for number, (name, overrides) in enumerate(jobs):
+        rows.append(measure(name, overrides, arguments.out / f"{number}"))
+        (arguments.out / "results.json").write_text(json.dumps(rows, indent=2) + "\n")
+        print("  ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
 
 
 def measure(name: str, overrides: list[str], folder: Path) -> dict:

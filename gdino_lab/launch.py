@@ -25,7 +25,7 @@ from gdino_lab import checkpoint, settings as settings_module
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.models import grounding_dino
 from gdino_lab.plan import Plan, make_plan
-from gdino_lab.run_folder import RunFolder, new_run_folder, write_json
+from gdino_lab.run_folder import LOST_PEER, RunFolder, new_run_folder, write_json
 from gdino_lab.settings import Settings, instantiate
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,8 @@ def spawn(job: dict[str, Any], devices: int) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     folder = RunFolder(Path(job["folder"]))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for launcher in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(launcher).setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
     config = LaunchConfig(
@@ -351,37 +352,50 @@ def start_logging(folder: RunFolder, rank: int) -> None:
 
 def record_failure(error: BaseException, folder: RunFolder, rank: int) -> int:
     """Leave what went wrong in ranks/rank_N.failure.json; returns the exit code."""
-    refusal = isinstance(error, ConfigurationError)
-    out_of_memory = isinstance(error, torch.OutOfMemoryError)
-    text = "".join(traceback.format_exception(error))
     root = error
     while root.__cause__ is not None:
         root = root.__cause__
+    kind = kind_of(root)
     log.error("rank %d failed: %s", rank, root)
     write_json(
         folder.rank_failure(rank),
         {
             "time": time.time(),
             "rank": rank,
-            "kind": "out_of_memory" if out_of_memory else "refused" if refusal else type(root).__name__,
+            "kind": kind,
             "cause": f"{type(root).__name__}: {root}".strip().split("\n")[0],
-            "traceback": None if refusal else text,
+            "traceback": None if kind == "refused" else "".join(traceback.format_exception(error)),
         },
     )
-    return OUT_OF_MEMORY if out_of_memory else FAILED
+    if kind == LOST_PEER:
+        time.sleep(2)  # the rank that was lost is to be noticed first
+    return OUT_OF_MEMORY if kind == "out_of_memory" else FAILED
+
+
+def kind_of(error: BaseException) -> str:
+    """refused, out_of_memory, lost_peer (the echo of another rank's end), or the exception's name."""
+    if isinstance(error, ConfigurationError):
+        return "refused"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out_of_memory"
+    lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    if isinstance(error, torch.distributed.DistError) or any(text in str(error) for text in lost):
+        return LOST_PEER
+    return type(error).__name__
 
 
 def post_mortem(folder: RunFolder, error: Any) -> int:
-    """Status and message after a rank died, from what the ranks left or, where none could, from how they died."""
-    if not folder.failures():
-        first = min(error.failures.values(), key=lambda failure: failure.timestamp)
-        how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"exit code {first.exitcode}"
+    """Status and message after a rank died, from what the ranks left or, where it could not, from how it died."""
+    first = min(error.failures.values(), key=lambda failure: failure.timestamp)
+    if not folder.rank_failure(first.local_rank).exists():
+        killed = first.exitcode < 0
+        how = f"signal {-first.exitcode}" if killed else f"exit code {first.exitcode}"
         write_json(
             folder.rank_failure(first.local_rank),
             {
                 "time": float(first.timestamp),
                 "rank": first.local_rank,
-                "kind": "killed" if first.exitcode < 0 else "died",
+                "kind": "killed" if killed else "died",
                 "cause": f"rank {first.local_rank} died by {how} without a word",
                 "traceback": None,
             },

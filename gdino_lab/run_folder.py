@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 
+# A failure's kind where a rank only noticed that another one was gone.
+LOST_PEER = "lost_peer"
+
+
 @dataclass(frozen=True)
 class RunFolder:
     path: Path
@@ -54,9 +58,9 @@ class RunFolder:
         return self.path / "ranks" / f"rank_{rank}.failure.json"
 
     def failures(self) -> list[dict[str, Any]]:
-        """What failing ranks left, earliest first: the first is the cause, the others mostly its echo."""
+        """What failing ranks left, the cause first: the earliest that is no echo of another rank's end."""
         found = [read_json(path) for path in (self.path / "ranks").glob("rank_*.failure.json")]
-        return sorted(found, key=lambda failure: failure["time"])
+        return sorted(found, key=lambda failure: (failure["kind"] == LOST_PEER, failure["time"]))
 
     def write_status(self, state: str, **details: Any) -> None:
         """`state`: running, completed, failed, out_of_memory or interrupted; details say cause, where and cure."""

@@ -47,6 +47,7 @@ class Run:
     folder: RunFolder
     device: torch.device
     task: Task
+    evaluation_batches: Any
     engine: Any
     processor: Any
     tuning: Any
@@ -126,7 +127,8 @@ def build(
     )
     seed_everything(settings.train.seed + 1 + dist.get_rank())  # dropout differs by rank, weights did not
     tracker = start_tracker(settings, folder) if dist.get_rank() == 0 else None
-    return Run(settings, plan, folder, device, task, engine, processor, tuning, tracker, stop_asked, phases)
+    batches = evaluation_loader(settings, plan, task, device)
+    return Run(settings, plan, folder, device, task, batches, engine, processor, tuning, tracker, stop_asked, phases)
 
 
 def prepare_device(settings: Settings) -> torch.device:
@@ -313,19 +315,22 @@ def finish(run: Run, state: Progressed, images: int) -> None:
 # --- evaluating -----------------------------------------------------------------------------------------------------
 
 
+def evaluation_loader(settings: Settings, plan: Plan, task: Task, device: torch.device) -> Any:
+    """Batches of this rank's share of the evaluation set, the same in every epoch."""
+    dataset = task.evaluation_set()
+    sampler = EpochSampler(dataset, dist.get_rank(), plan.world_size, seed=0, shuffle=False)
+    # Without a backward there is room for twice the micro-batch at least.
+    return loader(
+        dataset, sampler, 2 * plan.micro_batch, settings.train.workers, task.collate, device.type == "cuda"
+    )
+
+
 @torch.no_grad()
 def evaluate(run: Run) -> Evaluation:
     """Every sample of the evaluation set once, shared among the ranks, scored by the task on each rank alike."""
-    dataset = run.task.evaluation_set()
-    sampler = EpochSampler(dataset, dist.get_rank(), run.plan.world_size, seed=0, shuffle=False)
-    sampler.set_position(0)
-    batches = loader(
-        dataset, sampler, evaluation_batch(run.plan), run.settings.train.workers, run.task.collate,
-        run.device.type == "cuda",
-    )  # fmt: skip
     run.engine.eval()
     records = []
-    for batch in batches:
+    for batch in run.evaluation_batches:
         batch = to_device(batch, run)
         records += run.task.records(run.engine(**batch["inputs"]), batch)
     shares: list[list] = [[] for _ in range(run.plan.world_size)]
@@ -333,11 +338,6 @@ def evaluate(run: Run) -> Evaluation:
     # The sampler repeats samples until the ranks have equally many; each counts once.
     once = {record["index"]: record for share in shares for record in share}
     return run.task.evaluate([once[index] for index in sorted(once)])
-
-
-def evaluation_batch(plan: Plan) -> int:
-    """Images a forward pass; without a backward there is room for twice the micro-batch at least."""
-    return 2 * plan.micro_batch
 
 
 # --- saying what happened -------------------------------------------------------------------------------------------

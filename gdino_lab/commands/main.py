@@ -39,6 +39,7 @@ def run(command: str, arguments: list[str]) -> int:
     """Compose the configuration with Hydra and hand it to the command's `run(config) -> exit code`."""
     import hydra
     from hydra.errors import HydraException
+    from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
@@ -46,14 +47,20 @@ def run(command: str, arguments: list[str]) -> int:
 
     body = importlib.import_module(f"gdino_lab.commands.{command}")
     codes: list[int] = []
+
+    def call(config: DictConfig) -> None:
+        # An exception would pass through Hydra, which prints a line of its own about it.
+        try:
+            codes.append(body.run(config))
+        except ConfigurationError as error:
+            refuse(error.complaints)
+            codes.append(REFUSED)
+
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come as exceptions, and are told here
     sys.argv = ["gdino-lab", *arguments]
     entry = hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")
     try:
-        entry(lambda config: codes.append(body.run(config)))()
-    except ConfigurationError as error:
-        refuse(error.complaints)
-        return REFUSED
+        entry(call)()
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         refuse([plain(error)])
         return REFUSED

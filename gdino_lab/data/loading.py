@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from multiprocessing import get_context
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -34,6 +35,12 @@ class EpochSampler:
 def loader(
     dataset: Dataset, sampler: EpochSampler, batch_size: int, workers: int, collate: Callable, pin_memory: bool
 ) -> DataLoader:
+    """Batches in the sampler's order. The processes stay from epoch to epoch: a sample names its own epoch."""
+    context = None
+    if workers:
+        # Forked workers would inherit the engine's threads and CUDA state; spawned ones take seconds each to start.
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["gdino_lab.data.loco", "torch"])
     return DataLoader(
         dataset,
         batch_size=batch_size,
@@ -41,7 +48,6 @@ def loader(
         num_workers=workers,
         collate_fn=collate,
         pin_memory=pin_memory,
-        # Forked workers would inherit the engine's threads and CUDA state.
-        multiprocessing_context="spawn" if workers else None,
-        persistent_workers=False,
+        multiprocessing_context=context,
+        persistent_workers=workers > 0,
     )

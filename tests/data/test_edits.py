@@ -99,18 +99,19 @@ def test_a_donor_of_another_size_still_marks_something():
 
 
 def found_more(change) -> np.ndarray:
-    """Over 150 edits of 25 bags: how many more parts are found after `change` than before."""
+    """Over 200 edits of 40 bags: how many more parts are found after `change` than before."""
     counts = []
-    for seed in range(150):
-        image = bag(seed % 25)
-        counts.append(len(find_parts(change(image, np.random.default_rng(seed)))) - len(find_parts(image)))
+    for seed in range(200):
+        image, donor = bag(seed % 40), bag((seed + 1) % 40)
+        changed = change(image, donor, np.random.default_rng(seed))
+        counts.append(len(find_parts(changed)) - len(find_parts(image)))
     return np.array(counts)
 
 
 def by(function):
-    def change(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def change(image: np.ndarray, donor: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         canvas = image.copy()
-        function(canvas, image, find_parts(image), bag(3), rng)
+        function(canvas, image, find_parts(image), donor, rng)
         return canvas
 
     return change
@@ -123,12 +124,12 @@ def test_a_missing_part_is_one_fewer():
 
 def test_an_extra_part_is_one_more():
     change = found_more(by(edits._extra))
-    assert change.mean() > 4 * change.std() / np.sqrt(len(change))
-    assert (change == 1).mean() > 0.45  # the rest lies on another part, and the two are found as one
+    assert change.mean() > 0.25 and change.mean() > 4 * change.std() / np.sqrt(len(change))
+    assert (change == 1).mean() > 0.45  # most of the rest touches another part, and the two are found as one
 
 
 def test_an_identity_edit_keeps_the_number_of_parts():
-    change = found_more(lambda image, rng: edit(image, image, "identity", rng).image)
+    change = found_more(lambda image, donor, rng: edit(image, donor, "identity", rng).image)
     assert abs(change.mean()) < 0.35, f"mean change {change.mean():.2f}, {(change < 0).mean():.0%} lose a part"
     assert (change == 0).mean() > 0.6
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from gdino_lab.data.loco import LocoData
@@ -42,14 +44,21 @@ def synthetic_loco(
     recipe = {"preset": preset, "seed": seed, "canvas": list(canvas), "counts": dict(counts)}
     folder = Path(root) if root is not None else _own_folder(recipe)
     _refuse_other_set(folder, recipe)
-
-    def draw() -> None:
-        if (folder / RECIPE).exists():
-            return
-        write_screw_bags(folder, preset=preset, seed=seed, canvas=tuple(canvas), counts=bag_counts)
-        (folder / RECIPE).write_text(json.dumps(recipe) + "\n")
-
+    draw = partial(_draw, folder, recipe, bag_counts)
     return LocoData(folder, category, image_size, prompt, draw=draw, draw_size=bag_counts.train)
+
+
+def _draw(folder: Path, recipe: Mapping, counts: BagCounts) -> None:
+    """Write the set unless it is there; at module level, so that data processes can be handed a LocoData."""
+    if (folder / RECIPE).exists():
+        return
+    height, width = recipe["canvas"]
+    # A small bag is drawn faster than a process starts.
+    workers = (os.cpu_count() or 1) if height * width > 250_000 else 1
+    write_screw_bags(
+        folder, preset=recipe["preset"], seed=recipe["seed"], canvas=(height, width), counts=counts, workers=workers
+    )
+    (folder / RECIPE).write_text(json.dumps(recipe) + "\n")
 
 
 def _own_folder(recipe: Mapping) -> Path:

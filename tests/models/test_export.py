@@ -1,0 +1,124 @@
+"""The exported folder is a plain transformers model, and is there whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForZeroShotObjectDetection, AutoProcessor
+
+from gdino_lab.models import export
+from gdino_lab.models.anomaly_detector import AnomalyDetector
+from gdino_lab.models.export import HEADS, save_model
+from gdino_lab.models.grounding_dino import build
+from gdino_lab.models.tuning import Frozen, Full, Lora
+
+NANO = yaml.safe_load((Path(__file__).parents[2] / "conf" / "model" / "nano.yaml").read_text())["config"]
+TUNINGS = {"full": Full(), "frozen": Frozen(), "lora": Lora(2, 4, 0.0, ["query", "fc1", "output_proj"])}
+
+
+def module_of(tuning, architecture="grounding_dino"):
+    torch.manual_seed(0)
+    detector, processor = build(architecture, config=NANO)
+    module = AnomalyDetector(tuning.prepare(detector), part_kinds=2)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(0, 0.1)
+    return module, processor
+
+
+def weights_of(module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def full():
+    return module_of(Full())
+
+
+@pytest.mark.parametrize("architecture", ["grounding_dino", "mm_grounding_dino"])
+@pytest.mark.parametrize("name", TUNINGS)
+def test_the_folder_loads_with_transformers_alone(tmp_path, name, architecture):
+    tuning = TUNINGS[name]
+    module, processor = module_of(tuning, architecture)
+    weights = weights_of(module)
+    # What is written is `weights`, not what the module happens to hold.
+    for key in weights:
+        if key.endswith("bias"):
+            weights[key] += 0.25
+    folder = tmp_path / "model"
+    save_model(folder, module, weights, tuning, processor)
+
+    model, report = AutoModelForZeroShotObjectDetection.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    expected = tuning.plain({k.removeprefix("detector."): v for k, v in weights.items() if k.startswith("detector.")})
+    loaded = model.state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[key], value) for key, value in expected.items())
+    heads = load_file(folder / HEADS)
+    assert heads.keys() == module.heads.state_dict().keys()
+    assert all(torch.equal(value, weights[f"heads.{key}"]) for key, value in heads.items())
+    prompt = "long screw . nut ."
+    reloaded = AutoProcessor.from_pretrained(folder, backend="pil")
+    assert reloaded.tokenizer(prompt)["input_ids"] == processor.tokenizer(prompt)["input_ids"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_exported_model_answers_as_the_trained_one(tmp_path):
+    module, processor = module_of(TUNINGS["lora"])
+    save_model(tmp_path / "model", module, weights_of(module), TUNINGS["lora"], processor)
+    batch = dict(processor.tokenizer("nut . washer .", return_tensors="pt"))
+    batch |= {"pixel_values": torch.randn(1, 3, 64, 80), "pixel_mask": torch.ones(1, 64, 80, dtype=torch.long)}
+    exported = AutoModelForZeroShotObjectDetection.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        trained, loaded = (model.eval().model(**batch) for model in (module.detector, exported))
+    vision = trained.encoder_last_hidden_state_vision
+    torch.testing.assert_close(loaded.encoder_last_hidden_state_vision, vision, rtol=0, atol=2e-4)
+
+
+def test_an_older_folder_is_replaced_whole(tmp_path, full):
+    module, processor = full
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "stale.safetensors").write_bytes(b"of another run")
+    (tmp_path / ".model.partial").mkdir()
+    (tmp_path / ".model.partial" / "left_behind").touch()
+    save_model(folder, module, weights_of(module), Full(), processor)
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", HEADS} <= names
+    assert not names & {"stale.safetensors", "left_behind"}
+    weights = weights_of(module)
+    weights["heads.verdict.2.bias"] += 1
+    save_model(folder, module, weights, Full(), processor)
+    assert torch.equal(load_file(folder / HEADS)["verdict.2.bias"], weights["heads.verdict.2.bias"])
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["first", "over_an_older_one"])
+@pytest.mark.parametrize("step", ["weights", "processor", "heads"])
+def test_a_failure_leaves_the_older_folder_or_none(tmp_path, monkeypatch, full, older, step):
+    module, processor = full
+    folder = tmp_path / "model"
+    if older:
+        folder.mkdir()
+        (folder / "config.json").write_text("an older model")
+    before = contents(folder)
+
+    def fails(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    if step == "heads":
+        monkeypatch.setattr(export, "save_file", fails)
+    else:
+        owner = module.detector if step == "weights" else processor
+        monkeypatch.setattr(type(owner), "save_pretrained", fails)
+    with pytest.raises(OSError, match="no space left"):
+        save_model(folder, module, weights_of(module), Full(), processor)
+    assert folder.exists() == older and contents(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == (["model"] if older else [])

@@ -1,0 +1,186 @@
+"""Building the detector: random or from a folder, and every argument that cannot work refused with its cure."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoProcessor
+
+from gdino_lab.data.images import MEAN, STD
+from gdino_lab.errors import ConfigurationError
+from gdino_lab.models.grounding_dino import ARCHITECTURES, VOCABULARY, build, check, random_weights_processor
+
+NANO = yaml.safe_load((Path(__file__).parents[2] / "conf" / "model" / "nano.yaml").read_text())["config"]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """As if HF_HUB_OFFLINE=1 had been set before the import."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def built(architecture="grounding_dino", seed=0, config=NANO):
+    torch.manual_seed(seed)
+    return build(architecture, config=config)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    found = {}
+    for architecture in ARCHITECTURES:
+        model, processor = built(architecture)
+        found[architecture] = tmp_path_factory.mktemp(architecture)
+        model.save_pretrained(found[architecture])
+        processor.save_pretrained(found[architecture])
+    return found
+
+
+# --- the vocabulary -------------------------------------------------------------------------------------------------
+
+
+def test_special_tokens_sit_where_grounding_dino_looks_for_them():
+    lines = VOCABULARY.read_text().splitlines()
+    assert len(set(lines)) == len(lines) == NANO["text_config"]["vocab_size"]
+    assert all(line and line == line.strip() for line in lines)
+    assert {number: lines[number] for number in (101, 102, 1012, 1029)} == {101: "[CLS]", 102: "[SEP]", 1012: ".", 1029: "?"}
+    tokenizer = random_weights_processor().tokenizer
+    assert tokenizer.convert_tokens_to_ids(["[CLS]", "[SEP]", ".", "?"]) == [101, 102, 1012, 1029]
+    assert tokenizer.pad_token_id == lines.index("[PAD]") and tokenizer.unk_token_id == lines.index("[UNK]")
+
+
+def test_prompts_are_read_without_unknown_words():
+    tokenizer = random_weights_processor().tokenizer
+    for path in sorted((Path(__file__).parents[2] / "conf" / "data").glob("*.yaml")):
+        for phrases in yaml.safe_load(path.read_text())["prompt"].values():
+            ids = tokenizer(" ".join(f"{phrase} ." for phrase in phrases))["input_ids"]
+            assert ids[0] == 101 and ids[-2:] == [1012, 102] and ids.count(1012) == len(phrases)
+            assert tokenizer.unk_token_id not in ids, phrases
+    assert tokenizer("Long SCREW.")["input_ids"] == tokenizer("long screw .")["input_ids"]
+    assert tokenizer.unk_token_id not in tokenizer("xylophonist zebra-like qvwx 42")["input_ids"]
+
+
+# --- building -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_random_weights_follow_the_generator(architecture, caplog):
+    one, two, other = (built(architecture, seed)[0] for seed in (0, 0, 1))
+    assert isinstance(one, ARCHITECTURES[architecture][1]) and one.config.d_model == 64
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert "RANDOM WEIGHTS" in caplog.text and "model.pretrained" in caplog.text
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_saved_folder_gives_the_same_model_and_tokens(folders, architecture, caplog):
+    expected, processor = built(architecture)
+    caplog.clear()
+    model, loaded = build(architecture, pretrained=str(folders[architecture]))
+    assert "RANDOM" not in caplog.text
+    assert type(model) is type(expected) and model.config.to_dict().keys() == expected.config.to_dict().keys()
+    weights = model.state_dict()
+    assert weights.keys() == expected.state_dict().keys()
+    assert all(torch.equal(weights[name], value) for name, value in expected.state_dict().items())
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    prompt = "long screw . nut ."
+    assert loaded.tokenizer(prompt)["input_ids"] == processor.tokenizer(prompt)["input_ids"]
+
+
+def test_half_precision_folders_are_loaded_in_single(folders, tmp_path):
+    model, processor = built()
+    model.to(torch.float16).save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    loaded, _ = build("grounding_dino", pretrained=str(tmp_path))
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+
+
+def test_the_saved_processor_reloads_and_prepares_an_image(folders):
+    processor = AutoProcessor.from_pretrained(folders["grounding_dino"], backend="pil")
+    image = torch.zeros(40, 60, 3, dtype=torch.uint8).numpy()
+    batch = processor(images=image, text="nut . washer .", return_tensors="pt")
+    assert batch["input_ids"][0, [0, -1]].tolist() == [101, 102]
+    assert batch["pixel_values"].shape[:2] == (1, 3)
+    black = [-mean / std for mean, std in zip(MEAN, STD, strict=True)]  # what training's own to_tensor gives
+    assert batch["pixel_values"][0].flatten(1).amax(1).tolist() == pytest.approx(black, abs=1e-4)
+
+
+# --- what cannot work -----------------------------------------------------------------------------------------------
+
+
+def test_sound_arguments_have_no_complaints(folders):
+    for architecture, folder in folders.items():
+        assert check(architecture, None, NANO) == check(architecture, None, {}) == check(architecture, None, None) == []
+        assert check(architecture, str(folder)) == check(architecture, str(folder), NANO) == []
+
+
+def test_an_unknown_architecture_is_named_with_the_nearest():
+    (complaint,) = check("grounding_dinno", None, NANO)
+    assert complaint.startswith("model.architecture=grounding_dinno:")
+    assert "mm_grounding_dino" in complaint and "Did you mean 'grounding_dino'?" in complaint
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"d_model": "wide"},
+        {"backbone_config": {"model_type": "swinn"}},
+        {"encoder_attention_head": 4},
+        {"backbone_config": NANO["backbone_config"] | {"depth": [1, 1, 1, 1]}},
+        {"text_config": NANO["text_config"] | {"hiden_size": 64}},
+    ],
+    ids=["type", "backbone", "key", "backbone_key", "text_key"],
+)
+def test_a_wrong_config_is_refused_by_name(wrong):
+    (complaint,) = check("grounding_dino", None, NANO | wrong)
+    assert complaint.startswith("model.config")
+    leaf = next(iter(wrong.values()))
+    changed = {key for key in leaf if leaf[key] != NANO[next(iter(wrong))].get(key)} if isinstance(leaf, dict) else wrong
+    assert any(str(name) in complaint for name in (*changed, "swinn"))
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    (complaint,) = check("grounding_dino", str(tmp_path))
+    assert str(tmp_path) in complaint and "config.json" in complaint
+    with pytest.raises(ConfigurationError, match=r"model\.pretrained="):
+        build("grounding_dino", pretrained=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "pretrained", ["/no/such/folder", "./outputs/no/such/model", "IDEA-Research/no-such-model", "a b"], ids=str
+)
+def test_what_is_neither_there_nor_cached_is_refused_with_its_cure(pretrained):
+    (complaint,) = check("grounding_dino", pretrained)
+    assert complaint.startswith(f"model.pretrained={pretrained}:")
+    assert "model.pretrained=null" in complaint and "DIR" in complaint
+    with pytest.raises(ConfigurationError, match=r"model\.pretrained=.*null") as caught:
+        build("grounding_dino", pretrained=pretrained)
+    assert len(caught.value.complaints) == 1 and "\n" not in str(caught.value)
+
+
+def test_complaints_come_together():
+    assert len(check("dino", "IDEA-Research/no-such-model", NANO)) == 2
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("how", ["missing", "truncated", "empty"])
+def test_a_broken_folder_is_refused_by_name(folders, tmp_path, name, how):
+    folder = shutil.copytree(folders["grounding_dino"], tmp_path / "model")
+    path = folder / name
+    content = path.read_bytes()
+    path.unlink()
+    if how != "missing":
+        path.write_bytes(content[: len(content) // 2 if how == "truncated" else 0])
+    with pytest.raises(ConfigurationError, match=r"model\.pretrained="):
+        build("grounding_dino", pretrained=str(folder))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_folder_of_another_architecture_is_refused(folders, architecture):
+    (other,) = set(ARCHITECTURES) - {architecture}
+    assert json.loads((folders[other] / "config.json").read_text())["model_type"] == other.replace("_", "-")
+    with pytest.raises(ConfigurationError, match=r"architecture"):
+        build(architecture, pretrained=str(folders[other]))
