@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gdino_lab.errors import ConfigurationError
-from gdino_lab.run_folder import read_json, replace_folder, write_json
+from gdino_lab.run_folder import read_json, replace_folder, replacing, write_json
 
 ENGINE, TRAINER = "engine", "trainer.json"
 
@@ -43,10 +43,8 @@ def save(engine: Any, folder: Path, trainer_state: dict[str, Any]) -> None:
 
 def copy(source: Path, target: Path) -> None:
     """`target` becomes the same checkpoint as `source`, without storing the bytes twice. Rank 0 only."""
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial, copy_function=os.link)
-    replace_folder(partial, target)
+    with replacing(target) as partial:
+        shutil.copytree(source, partial, copy_function=os.link)
 
 
 def load(engine: Any, folder: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ COMMANDS = {
     "synthesize": "write the synthetic screw-bag set in MVTec LOCO layout to out=DIR",
 }
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+FLAGS_WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 
 
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(commands_text())
         return run("train", ["--help"])
-    command, *rest = arguments
+    command, *rest = overrides_last(arguments)
     if command not in COMMANDS:
         print(f"gdino-lab: unknown command '{command}'.{nearest(command, COMMANDS)}\n\n{commands_text()}", file=sys.stderr)
         return REFUSED
@@ -69,6 +70,15 @@ def run(command: str, arguments: list[str]) -> int:
     except SystemExit as exit:
         return exit.code if isinstance(exit.code, int) else FAILED
     return max(codes, default=0)
+
+
+def overrides_last(words: list[str]) -> list[str]:
+    """Flags first: argparse, and so Hydra, refuses overrides on both sides of a flag (`zero=stage2 -m train...`)."""
+    flags, overrides = [], []
+    for previous, word in zip(["", *words], words, strict=False):
+        is_override = not word.startswith("-") and ("=" in word or word.startswith("~"))
+        (overrides if is_override and previous not in FLAGS_WITH_VALUE else flags).append(word)
+    return flags + overrides
 
 
 def conf_folder() -> Path:

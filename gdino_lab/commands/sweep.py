@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def run_job(config: DictConfig) -> int:
     from gdino_lab import launch, settings  # late: the callback below is imported for every command
 
     hydra = HydraConfig.get()
-    folder = Path(hydra.sweep.dir) / hydra.sweep.subdir
+    folder = Path(hydra.sweep.dir) / f"{hydra.sweep.subdir}_{folder_name(hydra.job.override_dirname)}"
     swept = dict(override.split("=", 1) for override in hydra.overrides.task)
     print(f"\n== job {hydra.job.num}: {hydra.job.override_dirname or 'no override'} ==", flush=True)
     try:
@@ -50,6 +51,11 @@ def run_job(config: DictConfig) -> int:
     if code == launch.INTERRUPTED:
         raise KeyboardInterrupt
     return code
+
+
+def folder_name(overrides: str) -> str:
+    """Overrides as one folder's name: no separators, nothing a shell would want quoted, not too long."""
+    return re.sub(r"[^\w.,=+-]+", "_", overrides)[:120]
 
 
 def write_results(sweep: Path) -> list[dict[str, Any]]:
@@ -97,11 +103,19 @@ class Results(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         sweep = Path(config.hydra.sweep.dir)
         rows = write_results(sweep)
-        if not rows:
-            return
-        table = Table(title=str(sweep / RESULTS), title_justify="left")
-        for name in rows[0]:
-            table.add_column(name)
-        for row in rows:
-            table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-        Console().print(table)
+        if rows:
+            table = table_of(rows, title=str(sweep / RESULTS))
+            Console(width=max(Console().width, 16 * len(table.columns))).print(table)
+
+
+def table_of(rows: list[dict[str, Any]], title: str) -> Table:
+    """The columns that tell the jobs apart and how they ended; results.csv has the rest."""
+    told = [name for name in rows[0] if any(row.get(name) != rows[0].get(name) for row in rows)]
+    kept = [name for name in rows[0] if name in ("number", "state", "auroc/mean", "loss") or name in told]
+    table = Table(title=title, title_justify="left")
+    for name in kept:
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        values = (row.get(name, "") for name in kept)
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values))
+    return table

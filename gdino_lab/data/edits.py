@@ -56,11 +56,13 @@ def _identity(image: np.ndarray, donor: np.ndarray, rng: np.random.Generator) ->
     if not parts:
         return _clean(image, donor, rng)
     canvas = image.copy()
+    taken = _union(canvas, parts)
     for index in rng.permutation(len(parts))[: rng.integers(1, 3)]:
         part = parts[index]
         patch, mask = _turned(*_cut(image, part), rng)
         _erase(canvas, part, rng)
-        _paste(canvas, patch, mask, *_free_place(canvas, parts, mask, rng))
+        taken &= ~_where(canvas, part)
+        taken |= _paste(canvas, patch, mask, *_free_place(canvas, parts, taken, mask, rng))
     return Edited(canvas, np.zeros(image.shape[:2], bool), False)
 
 
@@ -97,7 +99,7 @@ def _extra(canvas, image, parts, donor, rng) -> np.ndarray:
     source_parts = source_parts or parts
     part = source_parts[rng.integers(len(source_parts))]
     patch, mask = _turned(*_cut(source if source_parts is not parts else image, part), rng)
-    return _paste(canvas, patch, mask, *_free_place(canvas, parts, mask, rng))
+    return _paste(canvas, patch, mask, *_free_place(canvas, parts, _union(canvas, parts), mask, rng))
 
 
 def _exchanged(canvas, image, parts, donor, rng) -> np.ndarray:
@@ -137,7 +139,8 @@ def _scratch(canvas, donor, rng) -> np.ndarray:
         height, width
     )
     line = Image.new("L", (width, height))
-    points = [tuple(map(float, point)) for point in start + np.cumsum(steps, axis=0)]
+    inside = np.clip(start + np.cumsum(steps, axis=0), 0, (width - 1, height - 1))
+    points = [tuple(map(float, point)) for point in inside]
     ImageDraw.Draw(line).line(points, fill=255, width=max(1, round(min(height, width) * rng.uniform(0.008, 0.025))))
     mask = np.asarray(line) > 0
     _blend(canvas, mask, rng.integers(0, 256, 3), rng.uniform(0.5, 0.95))
@@ -148,7 +151,8 @@ def _scar(canvas, donor, rng) -> np.ndarray:
     """A thin strip of another image, turned (CutPaste, Li et al. 2021, the scar variant)."""
     height, width = canvas.shape[:2]
     long, thin = round(min(height, width) * rng.uniform(0.1, 0.3)), max(2, round(min(height, width) * 0.04))
-    top, left = rng.integers(0, height - thin), rng.integers(0, width - long)
+    thin, long = min(thin, donor.shape[0]), min(long, donor.shape[1])
+    top, left = rng.integers(0, donor.shape[0] - thin + 1), rng.integers(0, donor.shape[1] - long + 1)
     strip = np.clip(donor[top : top + thin, left : left + long] * rng.uniform(0.4, 1.6, 3), 0, 255).astype(np.uint8)
     patch, mask = _turned(strip, np.ones(strip.shape[:2], bool), rng)
     return _paste(canvas, patch, mask, *_place(canvas, mask, rng))
@@ -244,19 +248,30 @@ def _turned(patch: np.ndarray, mask: np.ndarray, rng: np.random.Generator) -> tu
     return np.asarray(turned), np.asarray(turned_mask)
 
 
+def _union(canvas: np.ndarray, parts: list[Part]) -> np.ndarray:
+    """(H, W) bool: where parts lie."""
+    taken = np.zeros(canvas.shape[:2], bool)
+    for part in parts:
+        y0, x0, y1, x1 = part.box
+        taken[y0:y1, x0:x1] |= part.mask
+    return taken
+
+
 def _free_place(
-    canvas: np.ndarray, parts: list[Part], mask: np.ndarray, rng: np.random.Generator, tries: int = 12
+    canvas: np.ndarray, parts: list[Part], taken: np.ndarray, mask: np.ndarray, rng: np.random.Generator, tries: int = 40
 ) -> tuple[int, int]:
-    """(top, left) inside the box around all parts, where the mask covers the fewest pixels of other parts."""
-    taken = np.logical_or.reduce([_where(canvas, part) for part in parts])
+    """(top, left) inside the box around all parts, where the mask comes closest to touching nothing that is taken."""
+    gap = 2 * _rim(canvas)
+    wide = ndimage.binary_dilation(np.pad(mask, gap), iterations=gap)
+    room = np.pad(taken, gap)  # so that the widened mask fits at every (top, left)
     boxes = np.array([part.box for part in parts])
     y0, x0, y1, x1 = boxes[:, 0].min(), boxes[:, 1].min(), boxes[:, 2].max(), boxes[:, 3].max()
-    best, fewest = (0, 0), np.inf
+    best, fewest = (int(y0), int(x0)), np.inf
     for _ in range(tries):
         top = int(rng.integers(y0, max(y0 + 1, y1 - mask.shape[0] + 1)))
         left = int(rng.integers(x0, max(x0 + 1, x1 - mask.shape[1] + 1)))
-        window = taken[top : top + mask.shape[0], left : left + mask.shape[1]]
-        covered = (window & mask[: window.shape[0], : window.shape[1]]).sum()
+        window = room[top : top + wide.shape[0], left : left + wide.shape[1]]
+        covered = int((window & wide[: window.shape[0], : window.shape[1]]).sum())
         if covered < fewest:
             best, fewest = (top, left), covered
         if fewest == 0:

@@ -51,7 +51,7 @@ def read_mask(path: Path) -> np.ndarray:
             image = ImageOps.exif_transpose(image)
             # The palette index is the value, so no conversion for mode P.
             return np.asarray(image).astype(np.uint8) * (255 if image.mode == "1" else 1)
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ConfigurationError(f"{path}: not a readable mask ({error})") from None
 
 

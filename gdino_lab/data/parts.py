@@ -41,7 +41,7 @@ def find_parts(image: np.ndarray) -> list[Part]:
     scale = min(1.0, SEARCH_SIDE / max(height, width))
     small = Image.fromarray(image)
     if scale < 1.0:
-        small = small.resize((round(width * scale), round(height * scale)), Image.Resampling.BILINEAR)
+        small = small.resize((max(1, round(width * scale)), max(1, round(height * scale))), Image.Resampling.BILINEAR)
     gray = np.asarray(small.convert("L"), dtype=np.float32)
     labels, _ = ndimage.label(ndimage.binary_opening(_stands_out(gray)))
     parts = []

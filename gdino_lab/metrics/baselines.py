@@ -31,7 +31,7 @@ def _deviation(statistic: Callable[[np.ndarray], float]) -> Scorer:
 
 
 def _foreground(image: np.ndarray) -> np.ndarray:
-    """(h, w) bool at 128 pixels at most: darker or brighter than the median of the image by 40 grey levels."""
+    """(h, w) bool at 192 pixels at most: darker or brighter than the median of the image by 40 grey levels."""
     gray = Image.fromarray(image).convert("L")
     gray.thumbnail((192, 192))
     values = np.asarray(gray, dtype=np.float32)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gdino_lab.run_folder import replace_folder
+from gdino_lab.run_folder import replacing
 
 HEADS = "heads.safetensors"
 DETECTOR_PREFIX, HEADS_PREFIX = "detector.", "heads."
@@ -22,13 +21,11 @@ def save_model(folder: Path, module: nn.Module, weights: dict[str, Tensor], tuni
         module: the trained module; only its structure is used.
         weights: its weights by name, on the CPU, whole.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     detector = tuning.plain(_below(weights, DETECTOR_PREFIX))
-    module.detector.save_pretrained(partial, state_dict=detector)
-    processor.save_pretrained(partial)
-    save_file(_below(weights, HEADS_PREFIX), partial / HEADS)
-    replace_folder(partial, folder)
+    with replacing(folder) as partial:
+        module.detector.save_pretrained(partial, state_dict=detector)
+        processor.save_pretrained(partial)
+        save_file(_below(weights, HEADS_PREFIX), partial / HEADS)
 
 
 def _below(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

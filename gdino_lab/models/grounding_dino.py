@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import (
+    CONFIG_MAPPING,
     AutoProcessor,
     BertTokenizer,
     GroundingDinoConfig,
@@ -34,23 +37,17 @@ VOCABULARY = Path(__file__).with_name("vocab.txt")
 
 
 def check(architecture: str, pretrained: str | None = None, config: dict[str, Any] | None = None) -> list[str]:
-    """Complaints about the arguments of `build` that can be known without loading anything."""
+    """Complaints about the arguments of `build` that can be known without loading weights."""
     complaints = []
     if architecture not in ARCHITECTURES:
-        complaints.append(
-            f"model.architecture={architecture}: allowed are {', '.join(ARCHITECTURES)}."
-            + nearest(architecture, ARCHITECTURES)
-        )
+        names = ", ".join(ARCHITECTURES)
+        complaints.append(f"model.architecture={architecture}: allowed are {names}." + nearest(architecture, ARCHITECTURES))
     elif pretrained is None:
-        try:
-            ARCHITECTURES[architecture][0](**config or {})
-        except Exception as error:  # transformers' own checks raise several kinds
-            complaints.append(f"model.config: {' '.join(str(error).split())}")
-    if pretrained and Path(pretrained).exists():
-        if not (Path(pretrained) / "config.json").is_file():
-            complaints.append(f"model.pretrained={pretrained}: the folder holds no config.json, so it is no model folder")
-    elif pretrained and not _cached(pretrained):
-        complaints += _unreachable(pretrained)
+        complaints += _config_complaints(ARCHITECTURES[architecture][0], config or {})
+    elif Path(pretrained).is_dir():
+        complaints += _folder_complaints(architecture, Path(pretrained))
+    if pretrained is not None and not Path(pretrained).is_dir():
+        complaints += _hub_complaints(pretrained)
     return complaints
 
 
@@ -76,13 +73,16 @@ def build(
             "model.pretrained=<hub id or folder> starts from published weights."
         )
         return model, random_weights_processor()
+    complaints = check(architecture, pretrained)
+    if complaints:
+        raise ConfigurationError(complaints)
     try:
         model = model_class.from_pretrained(pretrained, dtype="float32")
         # Not `use_fast`: the torchvision processor is not installed, and PIL's needs nothing more.
         processor = AutoProcessor.from_pretrained(pretrained, backend="pil")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(
-            f"model.pretrained={pretrained}: {str(error).splitlines()[0]} "
+            f"model.pretrained={pretrained}: cannot be loaded: {str(error).splitlines()[0]} "
             "(allowed: a hub id that can be downloaded or is cached, a local transformers folder, or null)"
         ) from None
     return model, processor
@@ -95,29 +95,63 @@ def random_weights_processor() -> GroundingDinoProcessor:
     )
 
 
-def _cached(hub_id: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
+def _config_complaints(config_class: type, config: dict[str, Any], where: str = "model.config") -> list[str]:
+    """Keys that the configuration class, or one nested in it, does not have, and what transformers itself refuses."""
+    known = config_class().to_dict()
+    complaints = [
+        f"{where}.{key}: {config_class.__name__} has no such field.{nearest(key, known)}"
+        for key in config
+        if key not in known
+    ]
+    for key, value in config.items():
+        if isinstance(value, dict) and "model_type" in value:
+            if value["model_type"] in CONFIG_MAPPING:
+                complaints += _config_complaints(CONFIG_MAPPING[value["model_type"]], value, f"{where}.{key}")
+            else:
+                complaints.append(f"{where}.{key}.model_type={value['model_type']}: transformers knows no such model")
+    if not complaints:
+        try:
+            config_class(**config)
+        except Exception as error:  # transformers' own checks raise several kinds
+            complaints.append(f"{where}: {' '.join(str(error).split())}")
+    return complaints
 
-    return isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
 
-
-def _unreachable(hub_id: str) -> list[str]:
-    """One complaint if the hub cannot give `hub_id`, else none."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, OfflineModeIsEnabled
-
-    cure = (
-        f"download it where there is a network (`hf download {hub_id} --local-dir DIR`) and pass model.pretrained=DIR, "
-        "or pass model.pretrained=null for random weights"
-    )
+def _folder_complaints(architecture: str, folder: Path) -> list[str]:
+    """A folder without a configuration, or with another architecture's."""
     try:
+        there = json.loads((folder / "config.json").read_text())["model_type"]
+    except FileNotFoundError:
+        return [f"model.pretrained={folder}: holds no config.json, so it is no model folder"]
+    except (ValueError, KeyError, TypeError):
+        return [f"model.pretrained={folder}: its config.json is no transformers configuration (no model_type in it)"]
+    wanted = ARCHITECTURES[architecture][0].model_type
+    if there != wanted:
+        return [f"model.pretrained={folder}: holds a {there} model, model.architecture={architecture} wants {wanted}"]
+    return []
+
+
+def _hub_complaints(hub_id: str) -> list[str]:
+    """One complaint if neither the cache nor the hub has `hub_id`, else none."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    def complaint(why: str) -> list[str]:
+        return [
+            f"model.pretrained={hub_id}: {why}; download it where there is a network (`hf download {hub_id} "
+            "--local-dir DIR`) and pass model.pretrained=DIR, or pass model.pretrained=null for random weights"
+        ]
+
+    try:
+        if isinstance(try_to_load_from_cache(hub_id, "config.json"), str):
+            return []
         HfApi().model_info(hub_id, timeout=10)
     except HFValidationError:
-        return [f"model.pretrained={hub_id}: neither a folder nor a hub id (NAMESPACE/NAME); {cure}"]
+        return complaint("no such folder, and not the form of a hub id (NAMESPACE/NAME)")
     except OfflineModeIsEnabled:
-        return [f"model.pretrained={hub_id}: not in the local cache and HF_HUB_OFFLINE is set; {cure}"]
+        return complaint("not in the local cache, and HF_HUB_OFFLINE is set")
     except HfHubHTTPError as error:
-        return [f"model.pretrained={hub_id}: the hub answered {error.response.status_code}; {cure}"]
+        return complaint(f"not in the local cache, and the hub answered {error.response.status_code}")
     except Exception as error:  # the HTTP client's own network errors have no common base that is public
-        return [f"model.pretrained={hub_id}: not in the local cache and the hub cannot be reached ({type(error).__name__}); {cure}"]
+        return complaint(f"not in the local cache, and the hub cannot be reached ({type(error).__name__})")
     return []

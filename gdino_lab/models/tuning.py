@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from peft import LoraConfig, LoraModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gdino_lab.errors import ConfigurationError
+from gdino_lab.errors import ConfigurationError, nearest
 
 
 class Tuning(Protocol):
@@ -41,10 +41,10 @@ class Frozen:
 
 
 class Lora:
-    """Low-rank adapters (Hu et al. 2021) on the linear layers whose name ends in one of `target_modules`.
+    """Low-rank adapters (Hu et al. 2021) on every linear layer that bears one of the names in `target_modules`.
 
     Raises:
-        ConfigurationError: rank below 1, or no layer of the detector bears such a name.
+        ConfigurationError: rank below 1, or a name that no linear layer of the detector bears.
     """
 
     def __init__(self, rank: int, alpha: float, dropout: float, target_modules: Sequence[str]):
@@ -55,10 +55,18 @@ class Lora:
         )
 
     def prepare(self, detector: PreTrainedModel) -> PreTrainedModel:
-        try:
-            LoraModel(detector, self.config, adapter_name="default")  # puts the adapters in, in place
-        except ValueError as error:
-            raise ConfigurationError(f"tuning.target_modules: {error}") from None
+        layers = {name.rpartition(".")[2] for name, layer in detector.named_modules() if isinstance(layer, nn.Linear)}
+        complaints = [
+            f"tuning.target_modules: no linear layer is named {target}; there are {', '.join(sorted(layers))}."
+            + nearest(target, layers)
+            for target in sorted(self.config.target_modules)
+            if target not in layers
+        ]
+        if complaints:
+            raise ConfigurationError(complaints)
+        # peft looks for tied embeddings, and transformers does not know where this model keeps its own.
+        detector.get_input_embeddings = detector.model.text_backbone.get_input_embeddings
+        LoraModel(detector, self.config, adapter_name="default")  # puts the adapters in, in place
         return detector
 
     def plain(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -48,8 +48,7 @@ def test_sixteen_bits_keep_their_high_byte(tmp_path, name):
 
 @pytest.mark.parametrize("transparency", [None, 2, bytes([255, 0, 128])], ids=["none", "one_index", "table"])
 def test_palette_becomes_its_colours(tmp_path, transparency):
-    image = Image.fromarray(GRAY // 80, mode=None)
-    image = Image.frombytes("P", image.size, image.tobytes())
+    image = Image.frombytes("P", GRAY.shape[::-1], (GRAY // 80).tobytes())
     colours = np.array([[250, 10, 20], [30, 240, 50], [70, 80, 230], [0, 0, 0]], np.uint8)
     image.putpalette(colours.tobytes())
     options = {} if transparency is None else {"transparency": transparency}
@@ -129,9 +128,12 @@ def test_masks_are_returned_as_stored(tmp_path):
     assert np.array_equal(turned, np.rot90(values, -1))
 
 
-@pytest.mark.parametrize("array", [RGB, np.dstack([RGB, GRAY]), GRAY.astype(np.uint16) * 256], ids=["RGB", "RGBA", "I;16"])
-def test_masks_with_more_than_one_8_bit_channel_are_refused_by_name(tmp_path, array, request):
-    mode = request.node.callspec.id
+@pytest.mark.parametrize(
+    ("mode", "array"),
+    [("RGB", RGB), ("RGBA", np.dstack([RGB, GRAY])), ("I;16", GRAY.astype(np.uint16) * 256)],
+    ids=["RGB", "RGBA", "I;16"],
+)
+def test_masks_with_more_than_one_8_bit_channel_are_refused_by_name(tmp_path, mode, array):
     with pytest.raises(ConfigurationError, match=rf"wrong\.png.*mode {mode}$"):
         read_mask(saved(tmp_path / "wrong.png", Image.fromarray(array)))
 

@@ -116,7 +116,8 @@ def test_single_precision_is_near_double(batch):
 
 
 def gradients(batch: dict, rows: slice) -> dict[tuple[str, str], torch.Tensor]:
-    leaves = {name: batch[name][rows].clone().requires_grad_() for name in ("global_logit", "local_logits", "kind_logits")}
+    logits = ("global_logit", "local_logits", "kind_logits")
+    leaves = {name: batch[name][rows].clone().requires_grad_() for name in logits}
     terms = losses({name: value[rows] for name, value in batch.items()} | leaves)
     found = {}
     for term, value in terms.items():

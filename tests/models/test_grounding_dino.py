@@ -46,7 +46,7 @@ def test_special_tokens_sit_where_grounding_dino_looks_for_them():
     lines = VOCABULARY.read_text().splitlines()
     assert len(set(lines)) == len(lines) == NANO["text_config"]["vocab_size"]
     assert all(line and line == line.strip() for line in lines)
-    assert {number: lines[number] for number in (101, 102, 1012, 1029)} == {101: "[CLS]", 102: "[SEP]", 1012: ".", 1029: "?"}
+    assert [lines[number] for number in (101, 102, 1012, 1029)] == ["[CLS]", "[SEP]", ".", "?"]
     tokenizer = random_weights_processor().tokenizer
     assert tokenizer.convert_tokens_to_ids(["[CLS]", "[SEP]", ".", "?"]) == [101, 102, 1012, 1029]
     assert tokenizer.pad_token_id == lines.index("[PAD]") and tokenizer.unk_token_id == lines.index("[UNK]")
@@ -124,22 +124,20 @@ def test_an_unknown_architecture_is_named_with_the_nearest():
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "named"),
     [
-        {"d_model": "wide"},
-        {"backbone_config": {"model_type": "swinn"}},
-        {"encoder_attention_head": 4},
-        {"backbone_config": NANO["backbone_config"] | {"depth": [1, 1, 1, 1]}},
-        {"text_config": NANO["text_config"] | {"hiden_size": 64}},
+        ({"d_model": "wide"}, "d_model"),
+        ({"backbone_config": {"model_type": "swinn"}}, "swinn"),
+        ({"encoder_attention_head": 4}, "encoder_attention_head"),
+        ({"backbone_config": NANO["backbone_config"] | {"depth": [1, 1, 1, 1]}}, "depth"),
+        ({"text_config": NANO["text_config"] | {"hiden_size": 64}}, "hiden_size"),
     ],
     ids=["type", "backbone", "key", "backbone_key", "text_key"],
 )
-def test_a_wrong_config_is_refused_by_name(wrong):
+def test_a_wrong_config_is_refused_by_name(wrong, named):
     (complaint,) = check("grounding_dino", None, NANO | wrong)
     assert complaint.startswith("model.config")
-    leaf = next(iter(wrong.values()))
-    changed = {key for key in leaf if leaf[key] != NANO[next(iter(wrong))].get(key)} if isinstance(leaf, dict) else wrong
-    assert any(str(name) in complaint for name in (*changed, "swinn"))
+    assert named in complaint
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):

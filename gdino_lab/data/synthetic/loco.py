@@ -70,7 +70,10 @@ def _own_folder(recipe: Mapping) -> Path:
 def _refuse_other_set(folder: Path, recipe: Mapping) -> None:
     stamp = folder / RECIPE
     if stamp.exists():
-        there = json.loads(stamp.read_text())
+        try:
+            there = dict(json.loads(stamp.read_text()))
+        except (ValueError, TypeError):
+            raise ConfigurationError(f"{stamp}: not the recipe of a drawn set; name another data.root") from None
         if there != recipe:
             differing = ", ".join(f"{key}={there.get(key)}" for key in recipe if there.get(key) != recipe[key])
             raise ConfigurationError(f"data.root={folder}: holds a set drawn with {differing}; name another folder")
