@@ -39,13 +39,11 @@ NANO = [
 CELLS = [
     [f"precision={precision}", f"zero=stage{stage}", f"offload={offload}"]
     for precision, stage, offload in (
-        ("fp32", 0, "none"),
         ("tf32", 1, "none"),
         ("bf16", 2, "none"),
         ("bf16", 3, "optimizer_and_params"),
         ("fp16", 1, "optimizer"),
         ("fp16", 3, "none"),
-        ("fp16_autocast", 0, "none"),
         ("fp16_autocast", 2, "optimizer"),
         ("bf16_autocast", 3, "none"),
     )

@@ -132,11 +132,9 @@ def build(
 
 
 def prepare_device(settings: Settings) -> torch.device:
-    """Threads, TF32 and the allocator's cap of this rank's device."""
+    """TF32 and the allocator's cap of this rank's device."""
     hardware = settings.hardware
     if hardware.device == "cpu":
-        # Attention weights of a few 1e-40 make a step two to three times slower; threads started later inherit this.
-        torch.set_flush_denormal(True)
         return torch.device("cpu")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.precision.tf32
     device = torch.device("cuda", torch.cuda.current_device())
