@@ -76,6 +76,11 @@ def find(resume: str, runs: Path) -> Path | None:
     )
 
 
+def step_of(folder: Path) -> int:
+    """Optimizer steps taken when `folder` was written."""
+    return read_json(folder / TRAINER)["progressed"]["step"]
+
+
 def complaints(folder: Path, plan: dict[str, Any]) -> list[str]:
     """Why `folder` cannot be resumed under `plan`."""
     stored = read_json(folder / TRAINER)["plan"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 import torch
 import yaml
+from hydra.utils import get_object
 from omegaconf import OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
@@ -76,7 +78,8 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
 
     The checks that write nothing come first, so that a refused run leaves nothing but its message.
     """
-    complaints = device_complaints(settings) + grounding_dino.check(**_arguments(settings.model))
+    complaints = device_complaints(settings) + tracker_complaints(settings)
+    complaints += grounding_dino.check(**_arguments(settings.model))
     data = task = None
     for build in (lambda: instantiate(settings.data), lambda: instantiate(settings.task, seed=settings.train.seed)):
         try:
@@ -93,7 +96,7 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
                 complaints += checkpoint.complaints(resume, plan.as_dict())
     except ConfigurationError as error:
         complaints += error.complaints
-    asked = settings.run_dir or run_dir
+    asked = settings.run_dir or run_dir or (resume and run_of(resume))
     if asked and resume is None and (Path(asked) / "status.json").exists():
         complaints.append(
             f"run_dir={asked}: holds a run already; name another folder, or go on with train.resume={asked}"
@@ -103,6 +106,7 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
     data.prepare()
 
     folder = new_run_folder(asked, **settings_module.choices_of(settings))
+    folder.rewind(0 if resume is None else checkpoint.step_of(resume))
     write_config(settings, folder)
     write_json(folder.plan, plan.as_dict())
     folder.write_status("running")
@@ -113,6 +117,23 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
         "folder": str(folder.path),
         "resume": None if resume is None else str(resume),
     }
+
+
+def run_of(resume: Path) -> str | None:
+    """The run folder that a checkpoint lies in: a resumed run goes on there. None for a checkpoint kept elsewhere."""
+    run = resume.parent.parent
+    return str(run) if (run / "status.json").exists() else None
+
+
+def tracker_complaints(settings: Settings) -> list[str]:
+    """A tracker whose package is not installed."""
+    target = settings.tracker.get("_target_")
+    if target is None:
+        return []
+    name = get_object(target).name
+    if importlib.util.find_spec(name) is not None:
+        return []
+    return [f"tracker={name}: the package {name} is not installed; pip install {name}, or use tracker=tensorboard"]
 
 
 def device_complaints(settings: Settings) -> list[str]:

@@ -64,6 +64,14 @@ class RunFolder:
         found = [read_json(path) for path in (self.path / "ranks").glob("rank_*.failure.json")]
         return sorted(found, key=lambda failure: (failure["kind"] == LOST_PEER, failure["time"]))
 
+    def rewind(self, step: int) -> None:
+        """Forget what came after `step`: metrics of steps to be taken again, and failures of an earlier try."""
+        for path in (self.path / "ranks").glob("rank_*.failure.json"):
+            path.unlink()
+        if self.metrics.exists():
+            rows = [line for line in self.metrics.read_text().splitlines() if json.loads(line)["step"] <= step]
+            write_text(self.metrics, "".join(f"{row}\n" for row in rows))
+
     def write_status(self, state: str, **details: Any) -> None:
         """`state`: running, completed, failed, out_of_memory or interrupted; details say cause, where and cure."""
         write_json(self.status, {"state": state, **details})
@@ -99,9 +107,13 @@ def _first_free(parent: Path, name: str) -> Path:
 
 
 def write_json(path: Path, content: Any) -> None:
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     """Whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.write_text(text)
     os.replace(temporary, path)
 
 

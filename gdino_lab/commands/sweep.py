@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gdino_lab.errors import ConfigurationError
-from gdino_lab.run_folder import read_json, write_json
+from gdino_lab.run_folder import read_json, write_json, write_text
 
 RESULTS = "results.csv"
 JOB = "job.json"
@@ -67,9 +67,7 @@ def write_results(sweep: Path) -> list[dict[str, Any]]:
     writer = csv.DictWriter(text, columns)
     writer.writeheader()
     writer.writerows(rows)
-    partial = sweep / f".{RESULTS}"
-    partial.write_text(text.getvalue())
-    partial.replace(sweep / RESULTS)
+    write_text(sweep / RESULTS, text.getvalue())
     return rows
 
 

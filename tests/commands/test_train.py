@@ -95,21 +95,22 @@ def test_config_fed_back_gives_the_same_run(finished: Path, tmp_path: Path):
 
 
 def test_stopped_run_saves_and_resumes_to_the_same_end(finished: Path, tmp_path: Path, small_set: Path):
-    """SIGTERM to the launcher: exit 130, a checkpoint, and a resume whose losses are the uninterrupted run's."""
+    """Ctrl-C: exit 130, a checkpoint, and a resume in the same folder whose losses are the uninterrupted run's."""
     folder = tmp_path / "stopped"
     command = [sys.executable, "-m", "gdino_lab", "train", *SMALL, f"data.root={small_set}", "train.epochs=2"]
     started = subprocess.Popen(
         [*command, f"run_dir={folder}"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     wait_for_steps(folder, 2)
-    started.send_signal(signal.SIGTERM)
+    os.killpg(started.pid, signal.SIGINT)  # a terminal tells the whole group
     out, _ = started.communicate(timeout=60)
     assert started.returncode == 130, out
     status = read_json(folder / "status.json")
     assert status["state"] == "interrupted" and status["to_try"] == f"train.resume={folder}"
 
-    run([*command, f"run_dir={folder}", f"train.resume={folder}"], tmp_path).assert_done()
+    run([*command, f"train.resume={folder}"], tmp_path).assert_done()
+    assert not (tmp_path / "outputs").exists()
     assert read_json(folder / "status.json") == {"state": "completed"}
     steps = {row["step"]: row["loss"] for row in read_metrics(folder, "step")}
     assert steps == {row["step"]: row["loss"] for row in read_metrics(finished, "step")}

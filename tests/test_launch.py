@@ -1,0 +1,117 @@
+"""Before the ranks start and after they ended: trackers, launchers' variables, the post-mortem."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gdino_lab import launch
+from gdino_lab.errors import ConfigurationError
+from gdino_lab.run_folder import RunFolder, new_run_folder
+from tests.conftest import composed
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return new_run_folder(str(tmp_path / "run"), "anomaly", "synthetic_loco")
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.CRITICAL)
+
+
+def wrapped(error: Exception) -> Exception:
+    try:
+        try:
+            raise error
+        except Exception as inner:
+            raise RuntimeError("a wrapper") from inner
+    except RuntimeError as outer:
+        return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "state", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 3, "out_of_memory", "out_of_memory"),
+        (wrapped(torch.OutOfMemoryError("CUDA out of memory.")), 3, "out_of_memory", "out_of_memory"),
+        (KeyError("nut"), 1, "failed", "KeyError"),
+        (ConfigurationError("image.png: not a readable image"), 1, "failed", "refused"),
+    ],
+    ids=["oom", "wrapped oom", "bug", "refused"],
+)
+def test_failure_becomes_status_code_and_message(folder, capsys, error, code, state, kind):
+    assert launch.record_failure(error, folder, rank=1) == code
+    assert launch.report_failure(folder) == code
+    status = json.loads(folder.status.read_text())
+    assert (status["state"], status["kind"]) == (state, kind)
+    assert status["where"].startswith("rank 1") and status["to_try"] and status["cause"]
+    said = capsys.readouterr().err
+    assert status["cause"] in said
+    assert ("Traceback" in said or "Error" in said) == (kind != "refused" or "Error" in status["cause"])
+
+
+def test_the_first_failure_that_is_no_echo_is_the_cause(folder, monkeypatch, capsys):
+    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
+    launch.record_failure(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234"), folder, rank=0)
+    launch.record_failure(ZeroDivisionError("the cause"), folder, rank=1)
+    launch.record_failure(ValueError("later"), folder, rank=2)
+    assert launch.report_failure(folder) == 1
+    assert "ZeroDivisionError: the cause" in json.loads(folder.status.read_text())["cause"]
+
+
+def test_a_killed_rank_is_named_though_another_noticed(folder, monkeypatch, capsys):
+    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
+    launch.record_failure(RuntimeError("Connection closed by peer"), folder, rank=0)
+    first = SimpleNamespace(local_rank=1, exitcode=-9, timestamp=10**10)
+    assert launch.post_mortem(folder, SimpleNamespace(failures={1: first})) == 1
+    status = json.loads(folder.status.read_text())
+    assert status["kind"] == "killed" and "signal 9" in status["cause"]
+
+
+def test_rewinding_forgets_later_steps_and_earlier_failures(folder):
+    for step in (1, 2, 3):
+        folder.append_metrics({"kind": "step", "step": step})
+    launch.record_failure(KeyError("old"), folder, rank=0)
+    folder.rewind(2)
+    assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [1, 2]
+    assert folder.failures() == []
+
+
+def test_two_runs_of_one_second_get_two_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert new_run_folder(None, "a", "b").path != new_run_folder(None, "a", "b").path
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
+def test_a_tracker_that_is_not_installed_is_refused(tracker):
+    said = launch.tracker_complaints(composed(f"tracker={tracker}"))
+    assert len(said) == 1 and f"pip install {tracker}" in said[0]
+    assert launch.tracker_complaints(composed("tracker=none")) == launch.tracker_complaints(composed()) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, (3, 1, 2, 4)),
+        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}, (1, 1, 2, 2)),
+        (
+            {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+             "SLURM_STEP_NODELIST": "node1"},
+            (2, 0, 2, 4),
+        ),
+    ],
+    ids=["none", "srun of one", "torchrun", "deepspeed", "srun"],
+)  # fmt: skip
+def test_ranks_of_launchers(monkeypatch, variables, expected):
+    monkeypatch.setattr(launch.os, "environ", dict(variables))
+    found = launch.ranks_of_launcher()
+    assert (found and (found.rank, found.local_rank, found.local_size, found.world_size)) == expected
