@@ -80,14 +80,16 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
     """
     complaints = device_complaints(settings) + tracker_complaints(settings)
     complaints += grounding_dino.check(**_arguments(settings.model))
-    data = task = None
-    for build in (lambda: instantiate(settings.data), lambda: instantiate(settings.task, seed=settings.train.seed)):
+    data = plan = resume = None
+    try:
+        data = instantiate(settings.data)
+    except Exception as error:
+        complaints += _complaints_of(error)
+    for node, supplied in ((settings.task, {"seed": settings.train.seed}), (settings.tuning, {})):
         try:
-            built = build()
-            data, task = (data, built) if data is not None else (built, task)
+            instantiate(node, **supplied)  # only to hear what it has to say about its arguments
         except Exception as error:
             complaints += _complaints_of(error)
-    plan = resume = None
     try:
         resume = checkpoint.find(settings.train.resume, Path("outputs/runs"))
         if data is not None:
@@ -212,6 +214,8 @@ def join(settings: Settings, ranks: Ranks) -> int:
     from gdino_lab.engine import start_distributed
 
     if settings.hardware.devices != ranks.local_size:
+        if ranks.rank > 0:
+            return REFUSED  # rank 0 says why
         raise ConfigurationError(
             f"hardware.devices={settings.hardware.devices}, but the launcher started {ranks.local_size} process(es) on "
             "this machine; make the two equal"
@@ -344,6 +348,13 @@ class StopRequest:
             signal.signal(number, handler)
 
 
+class Printing(logging.Handler):
+    """Prints to whatever stdout is at the time, so that lines pass above a live progress display, not through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), flush=True)
+
+
 def start_logging(folder: RunFolder, rank: int) -> None:
     """Everything goes to the rank's file; what rank 0 has to say also to train.log and the terminal."""
     line = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -360,7 +371,7 @@ def start_logging(folder: RunFolder, rank: int) -> None:
     add(logging.FileHandler(folder.rank_log(rank)), line, ours_only=False)
     if rank == 0:
         add(logging.FileHandler(folder.log), line, ours_only=True)
-        add(logging.StreamHandler(sys.stdout), logging.Formatter("%(message)s"), ours_only=True)
+        add(Printing(), logging.Formatter("%(message)s"), ours_only=True)
     logging.captureWarnings(True)
     warnings.simplefilter("default")
     disable_progress_bar()  # transformers' own, for every file it writes

@@ -77,8 +77,19 @@ def overrides_last(words: list[str]) -> list[str]:
     flags, overrides = [], []
     for previous, word in zip(["", *words], words, strict=False):
         is_override = not word.startswith("-") and ("=" in word or word.startswith("~"))
-        (overrides if is_override and previous not in FLAGS_WITH_VALUE else flags).append(word)
+        if is_override and previous not in FLAGS_WITH_VALUE:
+            overrides.append(quoted(word))
+        else:
+            flags.append(word)
     return flags + overrides
+
+
+def quoted(override: str) -> str:
+    """Hydra's grammar wants quotes around a value with letters beyond ASCII, which a path may well have."""
+    key, sign, value = override.partition("=")
+    if value.isascii() or set(value) & set("'\"[]{}(),\\"):
+        return override
+    return f"{key}{sign}'{value}'"
 
 
 def conf_folder() -> Path:
@@ -109,8 +120,12 @@ def plain(error: Exception) -> str:
         deepest = deepest.__cause__
     text = str(deepest)
     key = re.search(r"full_key: (\S+)", text)
+    file = re.search(r"Could not find '([^']+)'", text)
     # What follows names Python types and search paths, which a user has no use for.
     message = " ".join(re.split(r"\s*(?:full_key|object_type|Config search path)", text)[0].split())
+    if file is not None:
+        files = conf_folder().rglob("*.yaml")
+        return message + nearest(file[1], [str(path.relative_to(conf_folder()).with_suffix("")) for path in files])
     if key is None:
         return message
     if "not in" not in message:

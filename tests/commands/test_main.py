@@ -67,7 +67,7 @@ def test_unknown_command_lists_the_commands(call):
         (["data.preset=eazy"], "Did you mean 'easy'?"),
         (["data.image_size=8"], "data.image_size=8"),
         (["task.edit_shares.clean=0.9"], "task.edit_shares sum to"),
-        (["model=grounding_dino_tiny"], "HF_HUB_OFFLINE is set"),
+        (["model=grounding_dino_tiny"], "hf download IDEA-Research/grounding-dino-tiny"),
         (["model.pretrained=nowhere"], "model.pretrained=nowhere"),
         (["+model.config.d_modl=32"], "Did you mean 'd_model'?"),
         (["+tuning.rank=3"], "tuning.rank"),
@@ -121,6 +121,7 @@ def test_a_broken_yaml_file_is_refused(call, tmp_path: Path):
 
 def test_overrides_may_stand_on_both_sides_of_a_flag():
     assert overrides_last(["a=1", "-m", "b=2,3"]) == ["-m", "a=1", "b=2,3"]
+    assert overrides_last(["data.root=/März/a b"]) == ["data.root='/März/a b'"]
     assert overrides_last(["a=1", "--config-path", "out/0_a=1", "~b"]) == ["--config-path", "out/0_a=1", "a=1", "~b"]
 
 
