@@ -29,7 +29,7 @@ class EpochSampler:
                 yield self.places.epoch, index
 
     def __len__(self) -> int:
-        return len(self.places) - self.start
+        return max(0, len(self.places) - self.start)
 
 
 def loader(
