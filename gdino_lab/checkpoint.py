@@ -1,7 +1,7 @@
 """What a checkpoint holds, and writing it so that `last` is always a whole one.
 
     checkpoints/last/engine/       DeepSpeed's: weights, optimizer, schedule, loss scaler
-    checkpoints/last/trainer.json  step, best score so far and the plan it belongs to
+    checkpoints/last/trainer.json  step, best score so far, loss scale, and the plan and settings it belongs to
     checkpoints/last/rng_<rank>.pt every rank's random generators
 """
 
@@ -10,15 +10,18 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
+from gdino_lab.engine import autocast_scale, set_autocast_scale
 from gdino_lab.errors import ConfigurationError
-from gdino_lab.run_folder import read_json, replace_folder, replacing, write_json
+from gdino_lab.run_folder import RunFolder, read_json, replace_folder, replacing, write_json
 
 ENGINE, TRAINER = "engine", "trainer.json"
 
@@ -34,7 +37,7 @@ def save(engine: Any, folder: Path, trainer_state: dict[str, Any]) -> None:
     engine.save_checkpoint(str(partial), tag=ENGINE, save_latest=False)
     torch.save(_random_state(), partial / f"rng_{rank}.pt")
     if rank == 0:
-        write_json(partial / TRAINER, trainer_state)
+        write_json(partial / TRAINER, trainer_state | {"autocast_scale": autocast_scale(engine)})
     dist.barrier()
     if rank == 0:
         replace_folder(partial, folder)
@@ -49,9 +52,13 @@ def copy(source: Path, target: Path) -> None:
 
 def load(engine: Any, folder: Path) -> dict[str, Any]:
     """Restore engine and random generators from `folder`; returns the trainer's state. Collective."""
-    engine.load_checkpoint(str(folder), tag=ENGINE)
+    path, _ = engine.load_checkpoint(str(folder), tag=ENGINE)
+    if path is None:
+        raise RuntimeError(f"{folder / ENGINE}: DeepSpeed found nothing to load there")
+    stored = read_json(folder / TRAINER)
+    set_autocast_scale(engine, stored["autocast_scale"])
     _restore_random_state(torch.load(folder / f"rng_{dist.get_rank()}.pt", weights_only=False))
-    return read_json(folder / TRAINER)
+    return stored
 
 
 def find(resume: str, runs: Path) -> Path | None:
@@ -68,7 +75,8 @@ def find(resume: str, runs: Path) -> Path | None:
     if resume == "auto":
         stopped = [path.parent.parent for path in runs.glob("*/*/checkpoints/last") if _unfinished(path.parent.parent)]
         return max(stopped, key=lambda run: run.stat().st_mtime) / "checkpoints" / "last" if stopped else None
-    for folder in (Path(resume), Path(resume) / "checkpoints" / "last"):
+    last = Path(resume) / "checkpoints" / "last"
+    for folder in (Path(resume), last, last.with_name(".last.old")):  # the last: killed between two renames
         if (folder / TRAINER).is_file():
             return folder.resolve()
     raise ConfigurationError(
@@ -81,22 +89,37 @@ def step_of(folder: Path) -> int:
     return read_json(folder / TRAINER)["progressed"]["step"]
 
 
-def complaints(folder: Path, plan: dict[str, Any]) -> list[str]:
-    """Why `folder` cannot be resumed under `plan`."""
-    stored = read_json(folder / TRAINER)["plan"]
-    return [
-        f"train.resume={folder}: was written with {key} {stored[key]}, this run has {plan[key]}; "
-        "the run would not be the same"
-        for key in ("world_size", "effective_batch", "micro_batch", "train_images")
-        if stored[key] != plan[key]
+def complaints(folder: Path, plan: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """Why `folder` cannot be resumed under `plan` and `settings`: what would make it another run."""
+    stored = read_json(folder / TRAINER)
+    pairs = [(key, stored["plan"][key], plan[key]) for key in ("world_size", "effective_batch", "micro_batch")]
+    pairs += [
+        (node, stored["settings"][node], settings[node])
+        for node in ("task", "data", "model", "tuning", "optimizer", "precision", "zero", "offload")
     ]
+    pairs.append(("train.seed", stored["settings"]["train"]["seed"], settings["train"]["seed"]))
+    return [
+        f"train.resume={folder}: was written with {key}={then}, this run has {now}; it would not be the same run"
+        for key, then, now in pairs
+        if then != now
+    ]
+
+
+def bring_best(resume: Path, folder: RunFolder) -> None:
+    """The best model so far goes along where a run is resumed in another folder: it may stay the best."""
+    run = resume.parent.parent
+    for source, target in ((run / "model", folder.model), (resume.parent / "best", folder.checkpoints / "best")):
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
 
 
 def _unfinished(run: Path) -> bool:
     try:
-        return read_json(run / "status.json")["state"] != "completed"
-    except (OSError, ValueError, KeyError):
+        status = read_json(run / "status.json")
+    except (OSError, ValueError):
         return False
+    alive = status.get("host") == socket.gethostname() and psutil.pid_exists(status.get("pid", -1))
+    return status["state"] != "completed" and not alive
 
 
 def _random_state() -> dict[str, Any]:

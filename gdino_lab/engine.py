@@ -64,6 +64,19 @@ def _partitioned_autocast_scaler(engine: Any) -> Any:
     return getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
+def autocast_scale(engine: Any) -> float | None:
+    """The loss scale of fp16 autocast, which DeepSpeed's own checkpoints leave out; None where there is none."""
+    scaler = _partitioned_autocast_scaler(engine) or getattr(engine, "torch_autocast_z0_gradscaler", None)
+    return None if scaler is None else scaler.get_scale()
+
+
+def set_autocast_scale(engine: Any, scale: float | None) -> None:
+    scaler = _partitioned_autocast_scaler(engine) or getattr(engine, "torch_autocast_z0_gradscaler", None)
+    if scaler is not None and scale is not None:
+        scaler._lazy_init_scale_growth_tracker(engine.device)  # update() wants a scale to be there
+        scaler.update(scale)
+
+
 def step_report(engine: Any) -> dict[str, float]:
     """lr, skipped_steps and, where known, grad_norm and loss_scale after the last step."""
     report = {"lr": float(engine.get_lr()[0]), "skipped_steps": int(engine.skipped_steps)}

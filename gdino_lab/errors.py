@@ -1,4 +1,4 @@
-"""The two ways a run is refused or ended that are the user's to mend; both are shown without a traceback."""
+"""What is the user's to mend: shown as one message without a traceback."""
 
 from __future__ import annotations
 

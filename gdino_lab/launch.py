@@ -6,12 +6,13 @@ import importlib.util
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ STATE_OF_EXIT = {
     OUT_OF_MEMORY: "out_of_memory",
     INTERRUPTED: "interrupted",
 }
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A rank that hangs after another one failed is ended after this many seconds (torch elastic's own default is 30).
 SHUTDOWN_SECONDS = 15
 
@@ -95,11 +97,12 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
         if data is not None:
             plan = make_plan(settings, data.train_size(), world_size)
             if resume is not None:
-                complaints += checkpoint.complaints(resume, plan.as_dict())
+                complaints += checkpoint.complaints(resume, plan.as_dict(), settings_module.as_dict(settings))
     except ConfigurationError as error:
         complaints += error.complaints
     asked = settings.run_dir or run_dir or (resume and run_of(resume))
-    if asked and resume is None and (Path(asked) / "status.json").exists():
+    own = resume is not None and run_of(resume) == (asked and str(Path(asked).resolve()))
+    if asked and not own and (Path(asked) / "status.json").exists():
         complaints.append(
             f"run_dir={asked}: holds a run already; name another folder, or go on with train.resume={asked}"
         )
@@ -109,9 +112,11 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
 
     folder = new_run_folder(asked, **settings_module.choices_of(settings))
     folder.rewind(0 if resume is None else checkpoint.step_of(resume))
+    if resume is not None and not own:
+        checkpoint.bring_best(resume, folder)
     write_config(settings, folder)
     write_json(folder.plan, plan.as_dict())
-    folder.write_status("running")
+    folder.write_status("running", pid=os.getpid(), host=socket.gethostname())
     print("\n".join([f"run folder: {folder.path}", "plan:", *(f"  {line}" for line in plan.lines())]), flush=True)
     return {
         "settings": settings_module.as_dict(settings),
@@ -124,7 +129,7 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
 def run_of(resume: Path) -> str | None:
     """The run folder that a checkpoint lies in: a resumed run goes on there. None for a checkpoint kept elsewhere."""
     run = resume.parent.parent
-    return str(run) if (run / "status.json").exists() else None
+    return str(run.resolve()) if (run / "status.json").exists() else None
 
 
 def tracker_complaints(settings: Settings) -> list[str]:
@@ -166,6 +171,7 @@ def _complaints_of(error: Exception) -> list[str]:
 def write_config(settings: Settings, folder: RunFolder) -> None:
     """The resolved configuration, as a Hydra file that gives the same run again."""
     values = settings_module.as_dict(settings) | {"run_dir": None, "out": None}
+    values["train"]["resume"] = "none"
     header = {
         "defaults": ["settings", "_self_", {"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}],
         "hydra": {"run": {"dir": "."}, "output_subdir": None, "job": {"name": "gdino-lab", "chdir": False}},
@@ -213,14 +219,18 @@ def join(settings: Settings, ranks: Ranks) -> int:
 
     from gdino_lab.engine import start_distributed
 
+    complaints = device_complaints(settings)
     if settings.hardware.devices != ranks.local_size:
-        if ranks.rank > 0:
-            return REFUSED  # rank 0 says why
-        raise ConfigurationError(
+        complaints.append(
             f"hardware.devices={settings.hardware.devices}, but the launcher started {ranks.local_size} process(es) on "
             "this machine; make the two equal"
         )
-    if settings.hardware.device == "cuda" and not device_complaints(settings):
+    if complaints:
+        if ranks.rank > 0:
+            time.sleep(5)  # the launcher ends all ranks with the first; rank 0 has something to say
+            return REFUSED
+        raise ConfigurationError(complaints)
+    if settings.hardware.device == "cuda":
         torch.cuda.set_device(ranks.local_rank)
     start_distributed(settings.hardware.device)
     message: list[Any] = [None, None]
@@ -249,8 +259,6 @@ def spawn(job: dict[str, Any], devices: int) -> int:
     folder = RunFolder(Path(job["folder"]))
     for launcher in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(launcher).setLevel(logging.CRITICAL)
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -260,35 +268,52 @@ def spawn(job: dict[str, Any], devices: int) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         start_method="spawn",
-        # SIGINT and SIGTERM are ours: elastic would end the ranks before they have saved.
-        signals_to_handle="SIGHUP",
+        # The others are ours: elastic would end the ranks before they have saved.
+        signals_to_handle="SIGQUIT",
     )
-    with passing_signals_on():
+    variables = {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // devices)),
+    }
+    with defaults_in_environment(variables), passing_signals_on() as asked:
         try:
             codes = elastic_launch(config, run_rank)(job)
         except ChildFailedError as error:
+            if asked:  # a rank that had not begun, or was killed by a second Ctrl-C, could not save
+                folder.write_status("interrupted", **_ending(INTERRUPTED, folder))
+                return INTERRUPTED
             return post_mortem(folder, error)
     return max(codes.values())
 
 
 @contextmanager
-def passing_signals_on() -> Iterator[None]:
-    """SIGINT and SIGTERM go to the ranks, which save and end by themselves; a second one kills them."""
-    count = 0
-
-    def handle(number: int, frame: Any) -> None:
-        nonlocal count
-        count += 1
-        for child in psutil.Process().children(recursive=True):
-            with_signal = signal.SIGKILL if count > 1 else signal.SIGTERM
-            try:
-                child.send_signal(with_signal)
-            except psutil.NoSuchProcess:
-                pass
-
-    kept = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+def defaults_in_environment(variables: dict[str, str]) -> Iterator[None]:
+    """Variables for the processes started meanwhile, where the user has set none; the next job may want others."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def passing_signals_on() -> Iterator[list[int]]:
+    """Stop signals go to the ranks, which save and end by themselves; a second one kills them. Yields those received."""
+    received: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        received.append(number)
+        again = len(received) > 1
+        # The ranks only: their data processes are needed until they have saved.
+        for child in psutil.Process().children(recursive=again):
+            with suppress(psutil.NoSuchProcess):
+                child.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+
+    kept = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    try:
+        yield received
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
@@ -331,11 +356,11 @@ def run_rank(job: dict[str, Any], joined: bool = False) -> int:
 
 
 class StopRequest:
-    """Remembers SIGINT and SIGTERM until the loop asks."""
+    """Remembers a stop signal until the loop asks."""
 
     def __init__(self) -> None:
         self.asked = False
-        self.kept = {number: signal.signal(number, self._remember) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.kept = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS}
 
     def __call__(self) -> bool:
         return self.asked
@@ -395,7 +420,7 @@ def record_failure(error: BaseException, folder: RunFolder, rank: int) -> int:
             "time": time.time(),
             "rank": rank,
             "kind": kind,
-            "cause": f"{type(root).__name__}: {root}".strip().split("\n")[0],
+            "cause": cause_of(root),
             "traceback": None if kind == "refused" else "".join(traceback.format_exception(error)),
         },
     )
@@ -404,11 +429,23 @@ def record_failure(error: BaseException, folder: RunFolder, rank: int) -> int:
     return OUT_OF_MEMORY if kind == "out_of_memory" else FAILED
 
 
+def cause_of(error: BaseException) -> str:
+    """One line. An error of a data process comes with that process's traceback: its last line says what it was."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and "in DataLoader worker process" in lines[0]:
+        return lines[-1]
+    if isinstance(error, ConfigurationError):
+        return "; ".join(lines)
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
 def kind_of(error: BaseException) -> str:
     """refused, out_of_memory, lost_peer (the echo of another rank's end), or the exception's name."""
     if isinstance(error, ConfigurationError):
         return "refused"
-    if isinstance(error, torch.OutOfMemoryError):
+    # NCCL, cuBLAS and the host's allocator say it in their own words.
+    said = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in said):
         return "out_of_memory"
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     if isinstance(error, torch.distributed.DistError) or any(text in str(error) for text in lost):

@@ -258,6 +258,11 @@ def _check_combinations(settings: Settings) -> list[str]:
             "phantom first step in bf16, an unscaled loss in fp16); use zero=stage1, the same on one rank, "
             f"or precision={precision.weights}_autocast"
         )
+    if settings.activations.recompute and zero.stage == 3 and not settings.tuning["_target_"].endswith(".Full"):
+        complaints.append(
+            "activations=recompute with zero.stage=3 and frozen parameters: DeepSpeed does not gather these again in "
+            "backward; use activations=keep, zero=stage2, or tuning=full"
+        )
     if device == "cpu" and "fp16" in (precision.weights, precision.autocast):
         complaints.append(
             "precision=fp16 on hardware.device=cpu: DeepSpeed has no fp16 there; use precision=fp32 or bf16_autocast"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from hydra.utils import get_object
 from torch import Tensor, nn
 
 from gdino_lab import checkpoint
@@ -25,7 +28,7 @@ from gdino_lab.models.recompute import recompute_activations
 from gdino_lab.plan import Plan
 from gdino_lab.progress import Progress, format_table
 from gdino_lab.run_folder import RunFolder, write_json
-from gdino_lab.settings import Settings, instantiate
+from gdino_lab.settings import Settings, as_dict, instantiate
 from gdino_lab.tasks.protocol import Batch, Evaluation, Task
 from gdino_lab.usage import Phases, host_peak_bytes, peak_bytes_by_rank
 
@@ -161,7 +164,10 @@ def start_tracker(settings: Settings, folder: RunFolder) -> Any:
     from accelerate import PartialState
 
     PartialState(cpu=settings.hardware.device == "cpu")  # accelerate's trackers ask it who is the main process
-    tracker = instantiate(settings.tracker, run_name=folder.path.name, logging_dir=str(folder.path / "tracker"))
+    named = inspect.signature(get_object(settings.tracker["_target_"])).parameters
+    supplied = {"run_name": folder.path.name, "logging_dir": str(folder.path / "tracker")}
+    wanted = {name: value for name, value in supplied.items() if name in named and name not in settings.tracker}
+    tracker = instantiate(settings.tracker, **wanted)
     tracker.start()
     return tracker
 
@@ -182,6 +188,8 @@ def fit(run: Run, state: Progressed) -> None:
         while state.step < plan.total_steps:
             epoch, done = divmod(state.step, plan.steps_per_epoch)
             sampler.set_position(epoch, start=done * plan.accumulation * plan.micro_batch)
+            meter.restart()
+            stopping = False
             with run.phases("train"):
                 for terms in steps(run, batches, min(plan.steps_per_epoch - done, plan.total_steps - state.step)):
                     state.step += 1
@@ -189,14 +197,21 @@ def fit(run: Run, state: Progressed) -> None:
                     if watch is not None:
                         state.untrained = watch.silent_modules()
                         watch = None
-                    if state.step % train.log_every == 0 or state.step == plan.total_steps:
+                    epoch_ends = state.step % plan.steps_per_epoch == 0 or state.step == plan.total_steps
+                    if state.step % train.log_every == 0 or epoch_ends:
                         log_step(run, state, epoch, meter, progress)
                     else:
                         progress.advance(epoch)
-                    if stop_anywhere(run):
-                        save(run, state)
-                        raise Interrupted
-            end_epoch(run, state, epoch, meter)
+                    stopping = stop_anywhere(run)
+                    if stopping:
+                        break
+            if epoch_ends:
+                end_epoch(run, state, epoch, meter)
+            elif stopping:
+                with run.phases("save"):
+                    save(run, state)
+            if stopping and state.step < plan.total_steps:
+                raise Interrupted
 
 
 def steps(run: Run, batches: Any, count: int) -> Iterator[dict[str, Tensor]]:
@@ -253,7 +268,7 @@ def end_epoch(run: Run, state: Progressed, epoch: int, meter: "Meter") -> None:
         save(run, state)
         if better and run.is_main:
             checkpoint.copy(run.folder.checkpoints / "last", run.folder.checkpoints / "best")
-    report_evaluation(run, "best" if better else "epoch", epoch + 1, state.step, evaluation)
+    report_evaluation(run, "epoch", epoch + 1, state.step, evaluation, best=better)
     log.info(
         "Epoch %d/%d | loss %.4f | %s%s",
         epoch + 1, run.plan.epochs, meter.epoch_loss(), run.task.epoch_line(evaluation), " | ★ best" if better else "",
@@ -264,7 +279,7 @@ def save(run: Run, state: Progressed) -> None:
     checkpoint.save(
         run.engine,
         run.folder.checkpoints / "last",
-        {"progressed": asdict(state), "plan": run.plan.as_dict()},
+        {"progressed": asdict(state), "plan": run.plan.as_dict(), "settings": as_dict(run.settings)},
     )
 
 
@@ -353,6 +368,10 @@ class Meter:
         self.epoch: list[float] = []
         self.since = time.perf_counter()
 
+    def restart(self) -> None:
+        """A new epoch: evaluating and saving is not the training's time."""
+        self.epoch, self.since = [], time.perf_counter()
+
     def add(self, terms: dict[str, Tensor]) -> None:
         self.terms.append(terms)
 
@@ -373,10 +392,8 @@ class Meter:
         }
 
     def epoch_loss(self) -> float:
-        """Mean loss of the steps logged since the last call."""
-        mean = float(np.mean(self.epoch)) if self.epoch else float("nan")
-        self.epoch = []
-        return mean
+        """Mean loss of the epoch's steps."""
+        return float(np.mean(self.epoch))
 
 
 class GradientWatch:
@@ -410,6 +427,10 @@ def log_step(run: Run, state: Progressed, epoch: int, meter: Meter, progress: Pr
     row = meter.read() | step_report(run.engine)
     state.first_loss = row["loss"] if state.first_loss is None else state.first_loss
     state.last_loss = row["loss"]
+    if not math.isfinite(row["loss"]):
+        raise FloatingPointError(
+            f"the loss is {row['loss']} at step {state.step}; try a smaller optimizer.lr, or precision=fp32"
+        )
     memory = torch.cuda.max_memory_allocated() if run.device.type == "cuda" else host_peak_bytes()
     row["memory_gib"] = memory / 2**30
     progress.advance(epoch, row)
@@ -419,10 +440,12 @@ def log_step(run: Run, state: Progressed, epoch: int, meter: Meter, progress: Pr
             run.tracker.log(row, step=state.step)
 
 
-def report_evaluation(run: Run, kind: str, epoch: int, step: int, evaluation: Evaluation) -> None:
+def report_evaluation(
+    run: Run, kind: str, epoch: int, step: int, evaluation: Evaluation, best: bool = False
+) -> None:
     if not run.is_main:
         return
-    run.folder.append_metrics({"kind": kind, "step": step, "epoch": epoch, **evaluation.metrics})
+    run.folder.append_metrics({"kind": kind, "step": step, "epoch": epoch, "best": best, **evaluation.metrics})
     if run.tracker is not None:
         known = {name: value for name, value in evaluation.metrics.items() if value is not None}
         run.tracker.log(known, step=step)

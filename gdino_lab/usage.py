@@ -1,4 +1,4 @@
-"""What a run used: seconds by phase, images, peak memory."""
+"""What a run used: seconds by phase, peak memory."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ COMMANDS = {
 }
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 FLAGS_WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
+PATHS = ("run_dir", "out", "data.root", "model.pretrained", "train.resume")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 
 
@@ -85,9 +86,14 @@ def overrides_last(words: list[str]) -> list[str]:
 
 
 def quoted(override: str) -> str:
-    """Hydra's grammar wants quotes around a value with letters beyond ASCII, which a path may well have."""
+    """Hydra's grammar wants quotes around what a path may well hold: spaces, '=', brackets, letters beyond ASCII.
+
+    A comma is left alone, since it separates the values of a sweep, but for train.resume, which is never swept.
+    """
     key, sign, value = override.partition("=")
-    if value.isascii() or set(value) & set("'\"[]{}(),\\"):
+    plain = re.fullmatch(r"[\w./:@%+~-]*", value, re.ASCII) is not None
+    swept = "," in value and key != "train.resume"
+    if key not in PATHS or plain or swept or value[:1] in "'\"[{":
         return override
     return f"{key}{sign}'{value}'"
 

@@ -32,7 +32,11 @@ def run_job(config: DictConfig) -> int:
 
     hydra = HydraConfig.get()
     folder = Path(hydra.sweep.dir) / f"{hydra.sweep.subdir}_{folder_name(hydra.job.override_dirname)}"
-    swept = dict(override.split("=", 1) for override in hydra.overrides.task)
+    overrides = {key: value for key, _, value in (word.partition("=") for word in hydra.overrides.task)}
+    if launch.ranks_of_launcher() is not None:
+        raise ConfigurationError("-m under another launcher: a sweep starts its own ranks; call gdino-lab train -m")
+    if config.run_dir is not None:
+        raise ConfigurationError("run_dir with -m: each job has a folder of its own; hydra.sweep.dir moves them all")
     print(f"\n== job {hydra.job.num}: {hydra.job.override_dirname or 'no override'} ==", flush=True)
     try:
         code = launch.train(settings.load(config), run_dir=str(folder))
@@ -46,7 +50,7 @@ def run_job(config: DictConfig) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "status.json", {"state": "failed", "kind": type(error).__name__, "cause": str(error)})
         traceback.print_exc()
-    write_json(folder / JOB, {"number": int(hydra.job.num), "overrides": swept})
+    write_json(folder / JOB, {"number": int(hydra.job.num), "overrides": overrides})
     write_results(folder.parent)
     if code == launch.INTERRUPTED:
         raise KeyboardInterrupt
@@ -61,7 +65,12 @@ def folder_name(overrides: str) -> str:
 def write_results(sweep: Path) -> list[dict[str, Any]]:
     """results.csv from the job folders: one row a job, in their order."""
     jobs = sorted((read_json(path) | {"folder": path.parent} for path in sweep.glob(f"*/{JOB}")), key=lambda job: job["number"])
-    rows = [row_of(job) for job in jobs]
+    swept = [
+        key
+        for key in dict.fromkeys(key for job in jobs for key in job["overrides"])
+        if len(jobs) == 1 or len({job["overrides"].get(key) for job in jobs}) > 1
+    ]
+    rows = [row_of(job, swept) for job in jobs]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns)
@@ -71,7 +80,7 @@ def write_results(sweep: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def row_of(job: dict[str, Any]) -> dict[str, Any]:
+def row_of(job: dict[str, Any], swept: list[str]) -> dict[str, Any]:
     """number, each swept override, state, error kind, metrics, final loss, images/s, peak and host GiB, seconds."""
     folder: Path = job["folder"]
     status = read_json(folder / "status.json")
@@ -81,7 +90,7 @@ def row_of(job: dict[str, Any]) -> dict[str, Any]:
     untuned = summary.get("untuned", {})
     return {
         "number": job["number"],
-        **job["overrides"],
+        **{key: job["overrides"].get(key, "") for key in swept},
         "state": status["state"],
         "error": status.get("kind", ""),
         **metrics,

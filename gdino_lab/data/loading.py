@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 
@@ -50,4 +51,11 @@ def loader(
         pin_memory=pin_memory,
         multiprocessing_context=context,
         persistent_workers=workers > 0,
+        worker_init_fn=_outlive_signals if workers else None,
     )
+
+
+def _outlive_signals(worker: int) -> None:
+    """A terminal's Ctrl-C reaches every process; the rank still needs its data to finish the step and save."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

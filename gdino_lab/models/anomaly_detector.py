@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 
 class AnomalyDetector(nn.Module):
-    """The detector up to its decoder, two heads on top.
+    """The detector without its box heads, the anomaly heads on top.
 
     `detector` stays a plain transformers model: its weights are saved and loaded as such, the heads beside them.
     """

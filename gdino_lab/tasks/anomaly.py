@@ -15,7 +15,7 @@ from transformers import GroundingDinoProcessor, PreTrainedModel
 
 from gdino_lab.data.edits import Edited, edit
 from gdino_lab.data.images import pad_batch, read_rgb, resize, to_tensor
-from gdino_lab.data.loco import GOOD, LOGICAL, STRUCTURAL, LocoData, LocoImage
+from gdino_lab.data.loco import FOLDERS, GOOD, LOGICAL, STRUCTURAL, LocoData, LocoImage
 from gdino_lab.data.parts import PartKinds
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.losses.anomaly import anomaly_losses, top_mean
@@ -297,20 +297,17 @@ class EvaluationImages(Dataset):
 
     def __init__(self, data: LocoData, seed: int):
         self.data, self.seed = data, seed
-        validation = data.images("validation")
-        training = [
-            image
-            for category in data.categories
-            for image in of_category(data.images("train"), category)[:FIT_IMAGES]
-        ]
-        self.entries = [(image, "clean", TRAIN, image) for image in training]
-        self.entries += [(image, "clean", VALIDATION, image) for image in validation]
-        self.entries += [
-            (image, kind, EDITED, validation[(position + 1) % len(validation)])
-            for kind in ("logical", "structural")
-            for position, image in enumerate(validation)
-        ]
-        self.entries += [(image, image.kind, TEST, image) for image in data.images("test")]
+        self.entries: list[tuple[LocoImage, str, str, LocoImage]] = []  # image, kind, subset, donor
+        for category in data.categories:
+            train, validation, test = (of_category(data.images(split), category) for split in FOLDERS)
+            self.entries += [(image, "clean", TRAIN, image) for image in train[:FIT_IMAGES]]
+            self.entries += [(image, "clean", VALIDATION, image) for image in validation]
+            self.entries += [
+                (image, kind, EDITED, validation[(position + 1) % len(validation)])
+                for kind in ("logical", "structural")
+                for position, image in enumerate(validation)
+            ]
+            self.entries += [(image, image.kind, TEST, image) for image in test]
 
     def __len__(self) -> int:
         return len(self.entries)

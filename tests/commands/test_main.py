@@ -122,6 +122,8 @@ def test_a_broken_yaml_file_is_refused(call, tmp_path: Path):
 def test_overrides_may_stand_on_both_sides_of_a_flag():
     assert overrides_last(["a=1", "-m", "b=2,3"]) == ["-m", "a=1", "b=2,3"]
     assert overrides_last(["data.root=/März/a b"]) == ["data.root='/März/a b'"]
+    assert overrides_last(["train.resume=s/0_a=1,b=2"]) == ["train.resume='s/0_a=1,b=2'"]
+    assert overrides_last(["data.root=a,b", "run_dir=plain/x-1"]) == ["data.root=a,b", "run_dir=plain/x-1"]
     assert overrides_last(["a=1", "--config-path", "out/0_a=1", "~b"]) == ["--config-path", "out/0_a=1", "a=1", "~b"]
 
 

@@ -68,7 +68,7 @@ def test_summary_sets_tuned_beside_untuned_and_baselines(finished: Path):
 
 
 def test_best_is_chosen_by_validation_edits(finished: Path):
-    epochs = [row for kind in ("epoch", "best") for row in read_metrics(finished, kind)]
+    epochs = read_metrics(finished, "epoch")
     summary = read_json(finished / "summary.json")
     best = max(row["auroc_validation_edits/mean"] for row in epochs)
     assert summary["selection"]["value"] == pytest.approx(best)
@@ -98,6 +98,7 @@ def test_stopped_run_saves_and_resumes_to_the_same_end(finished: Path, tmp_path:
     """Ctrl-C: exit 130, a checkpoint, and a resume in the same folder whose losses are the uninterrupted run's."""
     folder = tmp_path / "stopped"
     command = [sys.executable, "-m", "gdino_lab", "train", *SMALL, f"data.root={small_set}", "train.epochs=2"]
+    command.append("train.workers=1")  # Ctrl-C reaches data processes too
     started = subprocess.Popen(
         [*command, f"run_dir={folder}"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -126,6 +127,7 @@ honest = trainer.to_device
 
 def sabotaged(batch, run):
     if run.engine.training and os.environ["RANK"] == "1":
+        open("deed", "w").close()
         {deed}
     return honest(batch, run)
 
@@ -147,15 +149,14 @@ def test_failing_rank_ends_all_and_is_what_the_user_sees(deed: str, said: str, t
     script = tmp_path / "sabotaged.py"
     script.write_text(SABOTAGED.format(deed=deed))
     command = [sys.executable, str(script), "train", *SMALL, f"data.root={small_set}", "hardware=cpu_dual"]
-    start = time.monotonic()
     ended = run([*command, "run_dir=run", "train.max_steps=2"], tmp_path, PYTHONPATH=str(Path.cwd()))
+    over = time.time()
     assert ended.code == 1, ended.out + ended.err
     assert said in ended.err
     assert "ChildFailedError" not in ended.err
     status = read_json(tmp_path / "run" / "status.json")
     assert status["state"] == "failed" and said in status["cause"] and status["where"].startswith("rank 1")
-    last_word = max(path.stat().st_mtime for path in (tmp_path / "run" / "ranks").iterdir())
-    assert time.time() - last_word < 30, f"ended {time.monotonic() - start:.0f} s after the start"
+    assert over - (tmp_path / "deed").stat().st_mtime < 30
 
 
 def wait_for_steps(folder: Path, count: int) -> None:

@@ -30,7 +30,7 @@ SIZES = [(64, 64), (97, 131), (32, 32), (33, 50), (65, 200), (191, 61), (128, 96
 @pytest.fixture(scope="module")
 def nano() -> tuple[AnomalyDetector, dict]:
     torch.manual_seed(0)
-    detector, processor = build("grounding_dino", config=yaml.safe_load(NANO.read_text())["config"])
+    detector, processor = build("grounding_dino", config=yaml.safe_load(NANO.read_text())["model"]["config"])
     prompt = processor.tokenizer(["long screw . nut .", "washer . nut ."], padding=True, return_tensors="pt")
     return AnomalyDetector(detector, part_kinds=3).eval(), prompt
 

@@ -14,7 +14,7 @@ from gdino_lab.models.export import HEADS, save_model
 from gdino_lab.models.grounding_dino import build
 from gdino_lab.models.tuning import Frozen, Full, Lora
 
-NANO = yaml.safe_load((Path(__file__).parents[2] / "conf" / "model" / "nano.yaml").read_text())["config"]
+NANO = yaml.safe_load((Path(__file__).parents[2] / "conf" / "model" / "nano.yaml").read_text())["model"]["config"]
 TUNINGS = {"full": Full(), "frozen": Frozen(), "lora": Lora(2, 4, 0.0, ["query", "fc1", "output_proj"])}
 
 

@@ -13,7 +13,7 @@ from gdino_lab.data.images import MEAN, STD
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.models.grounding_dino import ARCHITECTURES, VOCABULARY, build, check, random_weights_processor
 
-NANO = yaml.safe_load((Path(__file__).parents[2] / "conf" / "model" / "nano.yaml").read_text())["config"]
+NANO = yaml.safe_load((Path(__file__).parents[2] / "conf" / "model" / "nano.yaml").read_text())["model"]["config"]
 
 
 @pytest.fixture(autouse=True)

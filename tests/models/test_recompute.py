@@ -10,7 +10,7 @@ import yaml
 from gdino_lab.models.grounding_dino import build
 from gdino_lab.models.recompute import LAYERS, recompute_activations
 
-NANO = yaml.safe_load((Path(__file__).parents[2] / "conf" / "model" / "nano.yaml").read_text())["config"]
+NANO = yaml.safe_load((Path(__file__).parents[2] / "conf" / "model" / "nano.yaml").read_text())["model"]["config"]
 # Dropout and drop-path on, so that the generator's state matters.
 NOISY = NANO | {
     "dropout": 0.1,

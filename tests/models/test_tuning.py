@@ -18,7 +18,7 @@ TARGETS = yaml.safe_load((CONF / "tuning" / "lora.yaml").read_text())["target_mo
 
 def nano():
     torch.manual_seed(0)
-    return build("grounding_dino", config=yaml.safe_load((CONF / "model" / "nano.yaml").read_text())["config"])
+    return build("grounding_dino", config=yaml.safe_load((CONF / "model" / "nano.yaml").read_text())["model"]["config"])
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,9 @@ def synthetic_loco(
     """
     if preset not in PRESETS:
         raise ConfigurationError(f"data.preset={preset}: allowed are {', '.join(PRESETS)}.{nearest(preset, PRESETS)}")
+    asked = [category] if isinstance(category, str) else list(category)
+    if asked not in (["screw_bag"], ["all"]):
+        raise ConfigurationError(f"data.category={category}: the drawn set has screw_bag only")
     if len(canvas) != 2 or min(canvas) < 32:
         raise ConfigurationError(f"data.canvas={list(canvas)}: allowed are height and width of 32 pixels or more")
     if seed < 0:
