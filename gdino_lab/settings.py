@@ -258,10 +258,10 @@ def _check_combinations(settings: Settings) -> list[str]:
             "phantom first step in bf16, an unscaled loss in fp16); use zero=stage1, the same on one rank, "
             f"or precision={precision.weights}_autocast"
         )
-    if settings.activations.recompute and zero.stage == 3 and not settings.tuning["_target_"].endswith(".Full"):
+    if settings.activations.recompute and zero.stage == 3 and settings.tuning.get("_target_", "").endswith(".Lora"):
         complaints.append(
-            "activations=recompute with zero.stage=3 and frozen parameters: DeepSpeed does not gather these again in "
-            "backward; use activations=keep, zero=stage2, or tuning=full"
+            "activations=recompute with zero.stage=3 and tuning=lora: DeepSpeed does not gather the frozen parameters "
+            "again in backward; use activations=keep, zero=stage2, or tuning=full"
         )
     if device == "cpu" and "fp16" in (precision.weights, precision.autocast):
         complaints.append(
