@@ -279,7 +279,7 @@ def spawn(job: dict[str, Any], devices: int) -> int:
         try:
             codes = elastic_launch(config, run_rank)(job)
         except ChildFailedError as error:
-            if asked:  # a rank that had not begun, or was killed by a second Ctrl-C, could not save
+            if asked and only_stopped(folder):
                 folder.write_status("interrupted", **_ending(INTERRUPTED, folder))
                 return INTERRUPTED
             return post_mortem(folder, error)
@@ -472,6 +472,12 @@ def post_mortem(folder: RunFolder, error: Any) -> int:
     return report_failure(folder)
 
 
+def only_stopped(folder: RunFolder) -> bool:
+    """After a stop was asked for: whether the ranks that died had nothing else to say. One that had not begun, or that
+    a second Ctrl-C killed, could not save; one that failed while saving has a cause of its own to tell."""
+    return all(failure["kind"] == LOST_PEER for failure in folder.failures())
+
+
 def report_failure(folder: RunFolder) -> int:
     """Write the status of the first failure of all ranks and show its traceback; returns the exit code."""
     first = folder.failures()[0]
@@ -495,8 +501,9 @@ CURES = {
 def _ending(code: int, folder: RunFolder) -> dict[str, str]:
     if code != INTERRUPTED:
         return {}
+    last = folder.checkpoints / "last"
     return {
         "cause": "asked to stop by a signal",
-        "where": str(folder.checkpoints / "last"),
-        "to_try": f"train.resume={folder.path}",
+        "where": str(last) if last.exists() else "before the first checkpoint",
+        "to_try": f"train.resume={folder.path}" if last.exists() else "start again, there is nothing to go on from",
     }

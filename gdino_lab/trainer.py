@@ -250,7 +250,7 @@ def stop_anywhere(run: Run) -> bool:
     return bool(vote.item())
 
 
-def end_epoch(run: Run, state: Progressed, epoch: int, meter: "Meter") -> None:
+def end_epoch(run: Run, state: Progressed, epoch: int, meter: Meter) -> None:
     """Evaluate, keep the best, save, and say it in a line."""
     with run.phases("evaluate"):
         evaluation = evaluate(run)

@@ -75,6 +75,22 @@ def test_a_killed_rank_is_named_though_another_noticed(folder, monkeypatch, caps
     assert status["kind"] == "killed" and "signal 9" in status["cause"]
 
 
+def test_a_failure_while_stopping_is_no_mere_stop(folder, monkeypatch):
+    """A full disk after Ctrl-C must be told; a peer that was merely gone need not."""
+    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
+    assert launch.only_stopped(folder)
+    launch.record_failure(RuntimeError("Connection closed by peer"), folder, rank=0)
+    assert launch.only_stopped(folder)
+    launch.record_failure(OSError(28, "No space left on device"), folder, rank=1)
+    assert not launch.only_stopped(folder)
+
+
+def test_an_interrupted_run_offers_only_a_checkpoint_there_is(folder):
+    assert "train.resume" not in launch._ending(launch.INTERRUPTED, folder)["to_try"]
+    (folder.checkpoints / "last").mkdir(parents=True)
+    assert launch._ending(launch.INTERRUPTED, folder)["to_try"] == f"train.resume={folder.path}"
+
+
 def test_rewinding_forgets_later_steps_and_earlier_failures(folder):
     for step in (1, 2, 3):
         folder.append_metrics({"kind": "step", "step": step})
