@@ -34,14 +34,24 @@ class EpochSampler:
 
 
 def loader(
-    dataset: Dataset, sampler: EpochSampler, batch_size: int, workers: int, collate: Callable, pin_memory: bool
+    dataset: Dataset,
+    sampler: EpochSampler,
+    batch_size: int,
+    workers: int,
+    collate: Callable,
+    pin_memory: bool,
+    taken_at_once: int = 1,
 ) -> DataLoader:
-    """Batches in the sampler's order. The processes stay from epoch to epoch: a sample names its own epoch."""
+    """Batches in the sampler's order. The processes stay from epoch to epoch: a sample names its own epoch.
+
+    Args:
+        taken_at_once: batches that the reader asks for before it computes; as many are kept ready.
+    """
     context = None
     if workers:
         # Forked workers would inherit the engine's threads and CUDA state; spawned ones take seconds each to start.
         context = get_context("forkserver")
-        context.set_forkserver_preload(["gdino_lab.data.loco", "torch"])
+        context.set_forkserver_preload(["gdino_lab.data.loco", "gdino_lab.data.detection", "torch"])
     return DataLoader(
         dataset,
         batch_size=batch_size,
@@ -49,6 +59,7 @@ def loader(
         num_workers=workers,
         collate_fn=collate,
         pin_memory=pin_memory,
+        prefetch_factor=max(2, -(-taken_at_once // workers)) if workers else None,
         multiprocessing_context=context,
         persistent_workers=workers > 0,
         worker_init_fn=_outlive_signals if workers else None,

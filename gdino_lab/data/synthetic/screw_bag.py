@@ -8,7 +8,7 @@ Lengths are in bag units: one unit is the largest square that lets the bag fit t
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,20 +83,32 @@ class Bag:
     parts: list[tuple[str, Box]]
 
 
-def draw_bag(preset: BagPreset, canvas: tuple[int, int], rng: np.random.Generator, defect: str | None = None) -> Bag:
+def draw_bag(
+    preset: BagPreset,
+    canvas: tuple[int, int],
+    rng: np.random.Generator,
+    defect: str | None = None,
+    kinds: Sequence[str] | None = None,
+) -> Bag:
     """Draw one bag on a canvas of (height, width) pixels: good, or with one defect of LOGICAL or STRUCTURAL.
 
-    Raises ValueError for an unknown defect, a canvas with a side below 32 pixels and a gap that leaves no room.
+    A bag without a rule to break holds `kinds`, any number of CLASS_NAMES, instead of the rule's parts.
+
+    Raises ValueError for an unknown defect, a defect together with `kinds`, a canvas with a side below 32 pixels and
+    parts or a gap that leave no room.
     """
     _check_canvas(canvas)
     if defect is not None and defect not in LOGICAL | STRUCTURAL:
         raise ValueError(f"unknown defect {defect!r}, known: {', '.join(LOGICAL | STRUCTURAL)}")
+    if defect is not None and kinds is not None:
+        raise ValueError(f"{defect} is a defect of the rule's parts, not of others")
     edit, flaw = LOGICAL.get(defect, _Edit()), STRUCTURAL.get(defect, _Flaw())
+    wanted = edit.applied(_RULE) if kinds is None else list(kinds)
 
     sheet = _Sheet(canvas, preset, rng)
     _draw_plastic(sheet, preset, rng)
     flaw.under_parts(sheet, rng)
-    parts = _flawed(_scatter(edit.applied(_RULE), preset, rng), flaw, rng)
+    parts = _flawed(_scatter(wanted, preset, rng), flaw, rng)
     boxes = [(_SHAPES[part.kind].class_name, _draw_part(sheet, part)) for part in parts]
     flaw.over_parts(sheet, rng)
     _draw_highlights(sheet, preset, rng)

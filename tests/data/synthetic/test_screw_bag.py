@@ -164,6 +164,14 @@ def test_arguments_that_cannot_work_are_refused_before_anything_is_written(tmp_p
     assert not (tmp_path / "root").exists()
 
 
+@pytest.mark.parametrize("kinds", [[], ["nut"], ["washer", "long screw", "washer"]], ids=str)
+def test_a_bag_may_hold_other_parts_than_the_rules(kinds):
+    bag = draw_bag(PRESETS["easy"], CANVAS, np.random.default_rng(0), kinds=kinds)
+    assert sorted(name for name, _ in bag.parts) == sorted(kinds) and bag.masks == []
+    with pytest.raises(ValueError, match="missing_nut"):
+        draw_bag(PRESETS["easy"], CANVAS, np.random.default_rng(0), "missing_nut", kinds)
+
+
 def test_unknown_defects_and_empty_splits_are_refused():
     with pytest.raises(ValueError, match="unknown defect 'rust'"):
         draw_bag(PRESETS["easy"], CANVAS, np.random.default_rng(0), "rust")
