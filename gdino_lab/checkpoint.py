@@ -3,6 +3,7 @@
     checkpoints/last/engine/       DeepSpeed's: weights, optimizer, schedule, loss scaler
     checkpoints/last/trainer.json  step, best score so far, loss scale, and the plan and settings it belongs to
     checkpoints/last/rng_<rank>.pt every rank's random generators
+    checkpoints/last/average_0.pt  moving average of the weights, where there is one; under ZeRO-3 each rank's shard
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import torch.distributed as dist
 
 from gdino_lab.engine import autocast_scale, set_autocast_scale
 from gdino_lab.errors import ConfigurationError
+from gdino_lab.models.average import WeightAverage
 from gdino_lab.run_folder import RunFolder, read_json, replace_folder, replacing, write_json
 
 ENGINE, TRAINER = "engine", "trainer.json"
 
 
-def save(engine: Any, folder: Path, trainer_state: dict[str, Any]) -> None:
+def save(engine: Any, average: WeightAverage | None, folder: Path, trainer_state: dict[str, Any]) -> None:
     """Write `folder`, replacing an older one only when the new one is whole. Collective."""
     rank = dist.get_rank()
     partial = folder.with_name(f".{folder.name}.partial")
@@ -36,6 +38,8 @@ def save(engine: Any, folder: Path, trainer_state: dict[str, Any]) -> None:
     dist.barrier()
     engine.save_checkpoint(str(partial), tag=ENGINE, save_latest=False)
     torch.save(_random_state(), partial / f"rng_{rank}.pt")
+    if average is not None and rank == _average_rank(engine):
+        torch.save(average.state(), partial / f"average_{rank}.pt")
     if rank == 0:
         write_json(partial / TRAINER, trainer_state | {"autocast_scale": autocast_scale(engine)})
     dist.barrier()
@@ -50,13 +54,15 @@ def copy(source: Path, target: Path) -> None:
         shutil.copytree(source, partial, copy_function=os.link)
 
 
-def load(engine: Any, folder: Path) -> dict[str, Any]:
-    """Restore engine and random generators from `folder`; returns the trainer's state. Collective."""
+def load(engine: Any, average: WeightAverage | None, folder: Path) -> dict[str, Any]:
+    """Restore engine, average and random generators from `folder`; returns the trainer's state. Collective."""
     path, _ = engine.load_checkpoint(str(folder), tag=ENGINE)
     if path is None:
         raise RuntimeError(f"{folder / ENGINE}: DeepSpeed found nothing to load there")
     stored = read_json(folder / TRAINER)
     set_autocast_scale(engine, stored["autocast_scale"])
+    if average is not None:
+        average.restore(torch.load(folder / f"average_{_average_rank(engine)}.pt", map_location="cpu"))
     _restore_random_state(torch.load(folder / f"rng_{dist.get_rank()}.pt", weights_only=False))
     return stored
 
@@ -97,7 +103,9 @@ def complaints(folder: Path, plan: dict[str, Any], settings: dict[str, Any]) -> 
         (node, stored["settings"][node], settings[node])
         for node in ("task", "data", "model", "tuning", "optimizer", "precision", "zero", "offload")
     ]
-    pairs.append(("train.seed", stored["settings"]["train"]["seed"], settings["train"]["seed"]))
+    pairs += [
+        (f"train.{key}", stored["settings"]["train"][key], settings["train"][key]) for key in ("seed", "ema_decay")
+    ]
     return [
         f"train.resume={folder}: was written with {key}={then}, this run has {now}; it would not be the same run"
         for key, then, now in pairs
@@ -111,6 +119,11 @@ def bring_best(resume: Path, folder: RunFolder) -> None:
     for source, target in ((run / "model", folder.model), (resume.parent / "best", folder.checkpoints / "best")):
         if source.is_dir():
             shutil.copytree(source, target, dirs_exist_ok=True)
+
+
+def _average_rank(engine: Any) -> int:
+    """Whose file holds this rank's average: its own where the weights are in shards, else rank 0's."""
+    return dist.get_rank() if engine.zero_optimization_stage() == 3 else 0
 
 
 def _unfinished(run: Path) -> bool:

@@ -82,16 +82,18 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
     """
     complaints = device_complaints(settings) + tracker_complaints(settings)
     complaints += grounding_dino.check(**_arguments(settings.model))
-    data = plan = resume = None
-    try:
-        data = instantiate(settings.data)
-    except Exception as error:
-        complaints += _complaints_of(error)
-    for node, supplied in ((settings.task, {"seed": settings.train.seed}), (settings.tuning, {})):
+    made: dict[str, Any] = {}
+    for name, supplied in (("data", {}), ("task", {"seed": settings.train.seed}), ("tuning", {})):
         try:
-            instantiate(node, **supplied)  # only to hear what it has to say about its arguments
+            made[name] = instantiate(getattr(settings, name), **supplied)
         except Exception as error:
             complaints += _complaints_of(error)
+    data, task = made.get("data"), made.get("task")
+    if data is not None and task is not None and not isinstance(data, task.data_class):
+        raise ConfigurationError(
+            [*complaints, f"data does not suit the task: {type(task).__name__} takes data={task.data_choices}"]
+        )
+    plan = resume = None
     try:
         resume = checkpoint.find(settings.train.resume, Path("outputs/runs"))
         if data is not None:
@@ -109,6 +111,8 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
     if complaints:
         raise ConfigurationError(complaints)
     data.prepare()
+    for notice in task.check(data, grounding_dino.build_processor(**_arguments(settings.model))):
+        print(notice, flush=True)
 
     folder = new_run_folder(asked, **settings_module.choices_of(settings))
     folder.rewind(0 if resume is None else checkpoint.step_of(resume))
@@ -170,7 +174,7 @@ def _complaints_of(error: Exception) -> list[str]:
 
 def write_config(settings: Settings, folder: RunFolder) -> None:
     """The resolved configuration, as a Hydra file that gives the same run again."""
-    values = settings_module.as_dict(settings) | {"run_dir": None, "out": None}
+    values = settings_module.as_dict(settings) | {"run_dir": None, "out": None, "run": None}
     values["train"]["resume"] = "none"
     header = {
         "defaults": ["settings", "_self_", {"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table as RichTable
@@ -48,13 +49,14 @@ class Progress:
 
 
 def format_table(table: Table, width: int | None = None) -> str:
-    """The table as text, as wide as the terminal or `width` columns."""
+    """The table as text, as wide as it needs, or as `width` columns."""
     grid = RichTable(title=table.title, title_justify="left", caption=table.note, caption_justify="left")
     for number, column in enumerate(table.columns):
-        grid.add_column(column, justify="left" if number == 0 else "right", no_wrap=number > 0)
+        grid.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
     for row in table.rows:
         grid.add_row(*row)
-    console = Console(width=width or max(100, Console().width))
+    console = Console(width=width or 1000)
+    console = Console(width=width or max(100, Measurement.get(console, console.options, grid).maximum))
     with console.capture() as captured:
         console.print(grid)
     return captured.get()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gdino_lab.errors import ConfigurationError
 
 # A failure's kind where a rank only noticed that another one was gone.
 LOST_PEER = "lost_peer"
@@ -93,6 +94,23 @@ def new_run_folder(run_dir: str | None, task: str, data: str) -> RunFolder:
         path = _first_free(parent, f"{time.strftime('%H-%M-%S', now)}_{task}_{data}")
     (path / "ranks").mkdir(exist_ok=True)
     return RunFolder(path.resolve())
+
+
+def new_output_folder(asked: str | None, kind: str) -> Path:
+    """Make a folder for what is no run: `asked`, new or empty, or outputs/<kind>/<date>/<time>.
+
+    Raises:
+        ConfigurationError: there is something in it already.
+    """
+    if asked is not None:
+        if Path(asked).exists() and (not Path(asked).is_dir() or any(Path(asked).iterdir())):
+            raise ConfigurationError(f"out={asked}: holds something already; name a new or an empty folder")
+        Path(asked).mkdir(parents=True, exist_ok=True)
+        return Path(asked)
+    now = time.localtime()
+    parent = Path("outputs") / kind / time.strftime("%Y-%m-%d", now)
+    parent.mkdir(parents=True, exist_ok=True)
+    return _first_free(parent, time.strftime("%H-%M-%S", now))
 
 
 def _first_free(parent: Path, name: str) -> Path:

@@ -105,6 +105,8 @@ class Train:
     """Optimizer steps between two lines of metrics.jsonl."""
     clip_norm: float = MISSING
     """Largest gradient norm; 0 turns clipping off."""
+    ema_decay: float = MISSING
+    """Decay a step of the moving average of the weights that is evaluated and kept; 0 turns it off."""
 
 
 @dataclass
@@ -125,6 +127,15 @@ class Settings:
     train: Train = field(default_factory=Train)
     run_dir: str | None = None
     out: str | None = None
+    run: str | None = None
+    """A finished run's folder, for `eval`, `predict` and `blend`."""
+    split: str | None = None
+    images: str | None = None
+    """One image, a folder or a glob."""
+    threshold: float = MISSING
+    """Score from which a box is drawn."""
+    alpha: list[float] = MISSING
+    """Shares of the tuned weights in a blend with the start's."""
 
 
 ConfigStore.instance().store(name="settings", node=Settings)
@@ -215,6 +226,8 @@ def _check_ranges(settings: Settings) -> list[str]:
     at_least("train.log_every", train.log_every, 1)
     at_least("train.clip_norm", train.clip_norm, 0)
     at_least("train.seed", train.seed, 0)
+    if not 0 <= train.ema_decay < 1:
+        complaints.append(f"train.ema_decay={train.ema_decay}: allowed is 0 up to, not including, 1")
     at_least("hardware.devices", settings.hardware.devices, 1)
     for key in ("memory_gib", "memory_limit_gib"):
         if (value := getattr(settings.hardware, key)) is not None and value <= 0:

@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,18 +24,18 @@ from torch import Tensor, nn
 from gdino_lab import checkpoint
 from gdino_lab.data.loading import EpochSampler, loader
 from gdino_lab.engine import backward_and_step, build_engine, step_report, whole_weights
+from gdino_lab.models.average import WeightAverage
 from gdino_lab.models.export import save_model
 from gdino_lab.models.recompute import recompute_activations
 from gdino_lab.plan import Plan
 from gdino_lab.progress import Progress, format_table
 from gdino_lab.run_folder import RunFolder, write_json
+from gdino_lab.scoring import DTYPES, records_of, to_device
 from gdino_lab.settings import Settings, as_dict, instantiate
 from gdino_lab.tasks.protocol import Batch, Evaluation, Task
 from gdino_lab.usage import Phases, host_peak_bytes, peak_bytes_by_rank
 
 log = logging.getLogger(__name__)
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Interrupted(Exception):
@@ -52,6 +53,7 @@ class Run:
     task: Task
     evaluation_batches: Any
     engine: Any
+    average: WeightAverage | None
     processor: Any
     tuning: Any
     tracker: Any
@@ -61,6 +63,14 @@ class Run:
     @property
     def is_main(self) -> bool:
         return dist.get_rank() == 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.settings.precision.weights]
+
+    def averaged(self) -> Any:
+        """Inside the block the weights are those to evaluate and keep: the averages, where there are any."""
+        return self.average.in_place() if self.average is not None else nullcontext()
 
 
 @dataclass
@@ -91,7 +101,7 @@ def train(
         run = build(settings, plan, folder, stop_asked, phases)
         state = Progressed()
         if resume is not None:
-            state = restored(checkpoint.load(run.engine, Path(resume)))
+            state = restored(checkpoint.load(run.engine, run.average, Path(resume)))
             log.info("resumed %s at step %d of %d", resume, state.step, plan.total_steps)
     first_step = state.step
     if state.untuned is None:
@@ -120,18 +130,20 @@ def build(
     if settings.activations.recompute:
         recompute_activations(detector)
     module = task.attach(detector).to(device=device, dtype=DTYPES[settings.precision.weights])
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = instantiate(settings.optimizer, params=iter(trainable))
-    engine = build_engine(module, optimizer, settings.schedule.name, plan)
+    groups = tuning.groups(module, settings.optimizer["lr"])
+    engine = build_engine(module, instantiate(settings.optimizer, params=iter(groups)), settings.schedule.name, plan)
+    average = WeightAverage(module, settings.train.ema_decay) if settings.train.ema_decay else None
     log.info(
         "parameters: %s trainable of %s",
-        f"{sum(size(parameter) for parameter in trainable):,}",
+        f"{sum(size(parameter) for group in groups for parameter in group['params']):,}",
         f"{sum(size(parameter) for parameter in module.parameters()):,}",
     )
     seed_everything(settings.train.seed + 1 + dist.get_rank())  # dropout differs by rank, weights did not
     tracker = start_tracker(settings, folder) if dist.get_rank() == 0 else None
     batches = evaluation_loader(settings, plan, task, device)
-    return Run(settings, plan, folder, device, task, batches, engine, processor, tuning, tracker, stop_asked, phases)
+    return Run(
+        settings, plan, folder, device, task, batches, engine, average, processor, tuning, tracker, stop_asked, phases
+    )
 
 
 def prepare_device(settings: Settings) -> torch.device:
@@ -180,7 +192,9 @@ def fit(run: Run, state: Progressed) -> None:
     plan, train = run.plan, run.settings.train
     dataset = run.task.train_set()
     sampler = EpochSampler(dataset, dist.get_rank(), plan.world_size, train.seed, shuffle=True)
-    batches = loader(dataset, sampler, plan.micro_batch, train.workers, run.task.collate, run.device.type == "cuda")
+    batches = loader(
+        dataset, sampler, plan.micro_batch, train.workers, run.task.collate, run.device.type == "cuda", plan.accumulation
+    )
     watch = GradientWatch(run.engine.module) if state.step == 0 else None
     progress = Progress(plan.total_steps, state.step, shown=run.is_main)
     meter = Meter(plan.effective_batch)
@@ -220,24 +234,27 @@ def steps(run: Run, batches: Any, count: int) -> Iterator[dict[str, Tensor]]:
     batches = iter(batches)
     for _ in range(count):
         sums: Counter[str] = Counter()
-        for _ in range(run.plan.accumulation):
-            batch = to_device(next(batches), run)
-            terms = run.task.losses(run.engine(**batch["inputs"]), batch)
+        passes = [next(batches) for _ in range(run.plan.accumulation)]
+        per_pass = mean_count(run, passes)
+        while passes:
+            batch = to_device(passes.pop(0), run.device, run.dtype)
+            terms = run.task.losses(run.engine(**batch["inputs"]), batch, per_pass)
             backward_and_step(run.engine, sum(terms.values()))
             for name, term in terms.items():
                 sums[name] += term.detach() / run.plan.accumulation
+        if run.average is not None:
+            run.average.update()
         yield dict(sums)
 
 
-def to_device(batch: Batch, run: Run) -> Batch:
-    """The one place where a batch changes device and dtype: pixels take the weights' dtype, targets stay fp32."""
-    moved = {
-        key: value.to(run.device, non_blocking=True) if isinstance(value, Tensor) else value
-        for key, value in batch.items()
-    }
-    moved["inputs"] = {key: value.to(run.device, non_blocking=True) for key, value in batch["inputs"].items()}
-    moved["inputs"]["pixel_values"] = moved["inputs"]["pixel_values"].to(DTYPES[run.settings.precision.weights])
-    return moved
+def mean_count(run: Run, passes: list[Batch]) -> float:
+    """What the loss is a mean of, averaged over all passes of the step, on all ranks; at least one in the whole step."""
+    count = sum(run.task.count(batch) for batch in passes)
+    if run.plan.world_size > 1:
+        total = torch.tensor(float(count), device=run.device)
+        dist.all_reduce(total)
+        count = total.item()
+    return max(count, 1) / (len(passes) * run.plan.world_size)
 
 
 def stop_anywhere(run: Run) -> bool:
@@ -252,18 +269,21 @@ def stop_anywhere(run: Run) -> bool:
 
 def end_epoch(run: Run, state: Progressed, epoch: int, meter: Meter) -> None:
     """Evaluate, keep the best, save, and say it in a line."""
-    with run.phases("evaluate"):
-        evaluation = evaluate(run)
-    better = evaluation.selection is not None and (
-        state.best_selection is None or evaluation.selection > state.best_selection
-    )
-    if better or state.best is None:
-        state.best_selection, state.best_epoch, state.best = evaluation.selection, epoch + 1, evaluation
-        better = True
-        with run.phases("save"):
-            weights = whole_weights(run.engine)
-            if run.is_main:
-                save_model(run.folder.model, run.engine.module, weights, run.tuning, run.processor)
+    with run.averaged():
+        with run.phases("evaluate"):
+            evaluation = evaluate(run)
+        better = evaluation.selection is not None and (
+            state.best_selection is None or evaluation.selection > state.best_selection
+        )
+        if better or state.best is None:
+            state.best_selection, state.best_epoch, state.best = evaluation.selection, epoch + 1, evaluation
+            better = True
+            with run.phases("save"):
+                weights = whole_weights(run.engine)
+                if run.is_main:
+                    save_model(
+                        run.folder.model, run.engine.module, weights, run.tuning, run.processor, run.task.knowledge()
+                    )
     with run.phases("save"):
         save(run, state)
         if better and run.is_main:
@@ -278,6 +298,7 @@ def end_epoch(run: Run, state: Progressed, epoch: int, meter: Meter) -> None:
 def save(run: Run, state: Progressed) -> None:
     checkpoint.save(
         run.engine,
+        run.average,
         run.folder.checkpoints / "last",
         {"progressed": asdict(state), "plan": run.plan.as_dict(), "settings": as_dict(run.settings)},
     )
@@ -300,7 +321,7 @@ def finish(run: Run, state: Progressed, images: int) -> None:
         return
     with run.phases("baselines"):
         rows = {"tuned": state.best, "untuned": state.untuned} | run.task.baselines()
-    table = run.task.table(rows)
+    tables = run.task.tables(rows)
     trained = run.phases.seconds["train"]
     write_json(
         run.folder.summary,
@@ -311,7 +332,7 @@ def finish(run: Run, state: Progressed, images: int) -> None:
             "metrics": state.best.metrics,
             "untuned": state.untuned.metrics,
             "baselines": {name: rows[name].metrics for name in rows if name not in ("tuned", "untuned")},
-            "table": {"title": table.title, "columns": table.columns, "rows": table.rows, "note": table.note},
+            "tables": [asdict(table) for table in tables],
             "images_per_s": round(images / trained, 3) if trained else None,
             "loss": {"first": state.first_loss, "last": state.last_loss},
             "untrained": state.untrained,
@@ -323,7 +344,7 @@ def finish(run: Run, state: Progressed, images: int) -> None:
     )
     if run.tracker is not None:
         run.tracker.finish()
-    log.info("%s", format_table(table))
+    log.info("%s", "\n".join(format_table(table) for table in tables))
 
 
 # --- evaluating -----------------------------------------------------------------------------------------------------
@@ -339,14 +360,10 @@ def evaluation_loader(settings: Settings, plan: Plan, task: Task, device: torch.
     )
 
 
-@torch.no_grad()
 def evaluate(run: Run) -> Evaluation:
     """Every sample of the evaluation set once, shared among the ranks, scored by the task on each rank alike."""
     run.engine.eval()
-    records = []
-    for batch in run.evaluation_batches:
-        batch = to_device(batch, run)
-        records += run.task.records(run.engine(**batch["inputs"]), batch)
+    records = records_of(run.engine, run.task, run.evaluation_batches, run.device, run.dtype)
     shares: list[list] = [records]
     if run.plan.world_size > 1:  # alone, gloo's copy of a large message would leave OpenMP at half speed for good
         shares = [[] for _ in range(run.plan.world_size)]

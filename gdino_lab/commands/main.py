@@ -12,11 +12,17 @@ from gdino_lab.errors import ConfigurationError, nearest
 
 COMMANDS = {
     "train": "fine-tune; -m sweeps",
+    "eval": "score a finished run again: run=DIR split=NAME",
+    "predict": "boxes or anomaly maps on new images: run=DIR images=PATH",
+    "blend": "weights between a run's start and its end, scored at each share: run=DIR alpha=0,0.5,1",
+    "inspect": "one forward pass: every output field with name, shape, dtype, device and range",
     "synthesize": "write the synthetic screw-bag set in MVTec LOCO layout to out=DIR",
 }
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 FLAGS_WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
-PATHS = ("run_dir", "out", "data.root", "model.pretrained", "train.resume")
+PATHS = ("run_dir", "out", "run", "images", "data.root", "model.pretrained", "train.resume", "task.guard", "task.guard_images")
+# These start from a finished run's own configuration instead of conf/.
+OF_A_RUN = ("eval", "predict", "blend")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 
 
@@ -48,6 +54,13 @@ def run(command: str, arguments: list[str]) -> int:
     import gdino_lab.settings  # noqa: F401  registers the schema
 
     body = importlib.import_module(f"gdino_lab.commands.{command}")
+    folder = conf_folder()
+    if command in OF_A_RUN and not set(arguments) & {"--help", "-h"}:
+        folder = next((Path(word[4:].strip("'")).resolve() for word in arguments if word.startswith("run=")), None)
+        if folder is None or not (folder / "config.yaml").is_file():
+            missing = "run is missing" if folder is None else f"run={folder}: holds no config.yaml, so it is no run"
+            refuse([f"{missing}; allowed is the folder of a run, run=DIR"])
+            return REFUSED
     codes: list[int] = []
 
     def call(config: DictConfig) -> None:
@@ -60,7 +73,7 @@ def run(command: str, arguments: list[str]) -> int:
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come as exceptions, and are told here
     sys.argv = ["gdino-lab", *arguments]
-    entry = hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")
+    entry = hydra.main(config_path=str(folder), config_name="config", version_base="1.3")
     try:
         entry(call)()
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -91,6 +104,8 @@ def quoted(override: str) -> str:
     A comma is left alone, since it separates the values of a sweep, but for train.resume, which is never swept.
     """
     key, sign, value = override.partition("=")
+    if key == "alpha" and value[:1] != "[":
+        return f"alpha=[{value}]"
     plain = re.fullmatch(r"[\w./:@%+~-]*", value, re.ASCII) is not None
     swept = "," in value and key != "train.resume"
     if key not in PATHS or plain or swept or value[:1] in "'\"[{":

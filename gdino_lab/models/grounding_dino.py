@@ -78,14 +78,31 @@ def build(
         raise ConfigurationError(complaints)
     try:
         model = model_class.from_pretrained(pretrained, dtype="float32")
-        # Not `use_fast`: the torchvision processor is not installed, and PIL's needs nothing more.
-        processor = AutoProcessor.from_pretrained(pretrained, backend="pil")
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigurationError(
-            f"model.pretrained={pretrained}: cannot be loaded: {str(error).splitlines()[0]} "
-            "(allowed: a hub id that can be downloaded or is cached, a local transformers folder, or null)"
-        ) from None
-    return model, processor
+        raise _cannot_load(pretrained, error) from None
+    return model, build_processor(pretrained)
+
+
+def build_processor(pretrained: str | None = None, **_: Any) -> GroundingDinoProcessor:
+    """The processor that belongs to `build(pretrained=...)`; a node's other arguments do not matter to it.
+
+    Raises:
+        ConfigurationError: it cannot be found.
+    """
+    if pretrained is None:
+        return random_weights_processor()
+    try:
+        # Not `use_fast`: the torchvision processor is not installed, and PIL's needs nothing more.
+        return AutoProcessor.from_pretrained(pretrained, backend="pil")
+    except (OSError, ValueError) as error:
+        raise _cannot_load(pretrained, error) from None
+
+
+def _cannot_load(pretrained: str, error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"model.pretrained={pretrained}: cannot be loaded: {str(error).splitlines()[0]} "
+        "(allowed: a hub id that can be downloaded or is cached, a local transformers folder, or null)"
+    )
 
 
 def random_weights_processor() -> GroundingDinoProcessor:

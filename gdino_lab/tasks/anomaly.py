@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.covariance import LedoitWolf
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import GroundingDinoProcessor, PreTrainedModel
@@ -21,7 +20,11 @@ from gdino_lab.errors import ConfigurationError
 from gdino_lab.losses.anomaly import anomaly_losses, top_mean
 from gdino_lab.metrics.auroc import loco_auroc, standard_error
 from gdino_lab.metrics.baselines import BASELINES
+from gdino_lab.metrics.calibration import Calibration
 from gdino_lab.models.anomaly_detector import AnomalyDetector, kind_targets, level_sizes, token_targets
+from gdino_lab.models.export import Knowledge
+from gdino_lab.models.prompts import MAX_TOKENS, Prompt, Vocabulary, padded
+from gdino_lab.tasks.anomaly_predictor import AnomalyPredictor
 from gdino_lab.tasks.protocol import Batch, Evaluation, Outputs, Table
 
 EDITS = ("clean", "identity", "logical", "structural")
@@ -66,6 +69,8 @@ class AnomalyTask:
     """
 
     selection_name = "AUROC of validation images against edits of validation images"
+    splits = (TEST,)
+    data_class, data_choices = LocoData, "synthetic_loco or mvtec_loco"
 
     def __init__(
         self,
@@ -90,11 +95,13 @@ class AnomalyTask:
         self.weights = {term: float(loss_weights.get(term, 0.0)) for term in TERMS}
         self.seed = seed
 
+    def check(self, data: LocoData, processor: GroundingDinoProcessor) -> list[str]:
+        prompts_of(data, data.categories, processor)
+        return []
+
     def bind(self, data: LocoData, processor: GroundingDinoProcessor) -> None:
         self.data = data
-        self.prompts = {
-            category: processor.tokenizer(prompt_of(data.prompt[category])) for category in data.categories
-        }
+        self.prompts = prompts_of(data, data.categories, processor)
         self.pad_id = processor.tokenizer.pad_token_id
         self.kinds = {
             category: PartKinds(
@@ -111,21 +118,15 @@ class AnomalyTask:
     def train_set(self) -> Dataset:
         return EditedImages(self.data, self.kinds, self.shares, self.seed)
 
-    def evaluation_set(self) -> Dataset:
+    def evaluation_set(self, split: str | None = None) -> Dataset:
         return EvaluationImages(self.data, self.seed)
 
     def collate(self, samples: list[Sample]) -> Batch:
         pixel_values, pixel_mask = pad_batch([sample.pixels for sample in samples])
         changed, _ = pad_batch([sample.changed[None].float() for sample in samples])
-        prompts = [self.prompts[sample.category] for sample in samples]
+        text = padded([self.prompts[sample.category] for sample in samples], self.pad_id)
         return {
-            "inputs": {
-                "pixel_values": pixel_values,
-                "pixel_mask": pixel_mask,
-                "input_ids": self._padded(prompts, "input_ids", self.pad_id),
-                "attention_mask": self._padded(prompts, "attention_mask", 0),
-                "token_type_ids": self._padded(prompts, "token_type_ids", 0),
-            },
+            "inputs": {"pixel_values": pixel_values, "pixel_mask": pixel_mask, **text},
             "changed": changed[:, 0],
             "kinds": pad_batch([sample.kinds[None] for sample in samples])[0][:, 0],
             "anomalous": torch.tensor([float(sample.anomalous) for sample in samples]),
@@ -133,7 +134,11 @@ class AnomalyTask:
             "identity": [(sample.index, sample.category, sample.subset, sample.kind) for sample in samples],
         }
 
-    def losses(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+    def count(self, batch: Batch) -> int:
+        return len(batch["identity"])
+
+    def losses(self, outputs: Outputs, batch: Batch, count: float) -> dict[str, Tensor]:
+        # Every pass has equally many images, and each term is already their mean.
         sizes = level_sizes(self.detector_config, *batch["changed"].shape[-2:])
         terms = anomaly_losses(
             outputs["global_logit"],
@@ -148,38 +153,39 @@ class AnomalyTask:
         )
         return {name: self.weights[name] * term for name, term in terms.items()}
 
-    def records(self, outputs: Outputs, batch: Batch) -> list[dict[str, Any]]:
+    def columns(self, outputs: Outputs) -> dict[str, np.ndarray]:
+        """What the score of an image is made of: (B,) or (B, d) each."""
         local = top_mean(outputs["local_logits"], outputs["valid"], self.top_fraction)
         columns = {"local": local, "global": outputs["global_logit"]}
         columns |= {"features": outputs["pooled"], "parts": outputs["histogram"]}
-        arrays = {name: column.cpu().numpy() for name, column in columns.items()}
+        return {name: column.cpu().numpy() for name, column in columns.items()}
+
+    def records(self, outputs: Outputs, batch: Batch) -> list[dict[str, Any]]:
+        arrays = self.columns(outputs)
         return [
             {"index": index, "category": category, "subset": subset, "kind": kind}
             | {name: array[row] for name, array in arrays.items()}
             for row, (index, category, subset, kind) in enumerate(batch["identity"])
         ]
 
-    def evaluate(self, records: list[dict[str, Any]]) -> Evaluation:
-        per_category = {
-            category: self._evaluate_category([record for record in records if record["category"] == category])
+    def evaluate(self, records: list[dict[str, Any]], split: str | None = None) -> Evaluation:
+        of = {
+            category: [record for record in records if record["category"] == category]
             for category in self.data.categories
         }
-        return _over_categories(per_category)
+        self.calibrations = {category: _calibrated(records) for category, records in of.items()}
+        return _over_categories(
+            {category: self._evaluate_category(records, self.calibrations[category]) for category, records in of.items()}
+        )
 
-    def _evaluate_category(self, records: list[dict[str, Any]]) -> tuple[dict[str, dict], float | None]:
+    def _evaluate_category(
+        self, records: list[dict[str, Any]], calibration: Calibration
+    ) -> tuple[dict[str, dict], float | None]:
         """({score name: (good, logical, structural) test scores}, selection) of one category."""
         subsets = np.array([record["subset"] for record in records])
         kinds = np.array([record["kind"] for record in records])
-        columns = {name: np.stack([record[name] for record in records]).astype(np.float64) for name in SCORES}
-        parts = {
-            name: column if column.ndim == 1 else distance_from(column[subsets == TRAIN], column)
-            for name, column in columns.items()
-        }
+        normalised = calibration.scores(_columns(records))
         calm = subsets == VALIDATION
-        normalised = {
-            name: (score - score[calm].mean()) / (score[calm].std() + 1e-12) for name, score in parts.items()
-        }
-        normalised["score"] = sum(normalised[name] for name in SUMMED)
 
         def split(score: np.ndarray, good: np.ndarray, subset: str) -> tuple[np.ndarray, ...]:
             anomalous = (score[(subsets == subset) & (kinds == kind)] for kind in (LOGICAL, STRUCTURAL))
@@ -192,6 +198,33 @@ class AnomalyTask:
     def epoch_line(self, evaluation: Evaluation) -> str:
         numbers = [f"{kind} {percent(evaluation.metrics[f'auroc/{kind}'])}" for kind in COLUMNS]
         return f"test AUROC {', '.join(numbers)} | validation edits {percent(evaluation.selection)}"
+
+    def knowledge(self) -> Knowledge:
+        arrays = {
+            f"{category}/{name}": array
+            for category, calibration in self.calibrations.items()
+            for name, array in calibration.arrays().items()
+        }
+        return Knowledge({"categories": self.data.categories}, arrays)
+
+    def predictor(self, knowledge: Knowledge, data: LocoData, processor: GroundingDinoProcessor) -> AnomalyPredictor:
+        learnt = knowledge.facts["categories"]
+        if len(learnt) > 1 and data.asked not in learnt:
+            raise ConfigurationError(f"data.category={data.asked}: the run knows {', '.join(learnt)}; name the one to look for")
+        category = data.asked if data.asked in learnt else learnt[0]
+        arrays = {
+            name.removeprefix(f"{category}/"): array
+            for name, array in knowledge.arrays.items()
+            if name.startswith(f"{category}/")
+        }
+        return AnomalyPredictor(
+            Calibration.from_arrays(arrays, SUMMED),
+            self.columns,
+            prompts_of(data, [category], processor)[category],
+            processor.tokenizer.pad_token_id,
+            data.shortest,
+            data.longest,
+        )
 
     def baselines(self) -> dict[str, Evaluation]:
         per_category: dict[str, dict[str, tuple]] = {}
@@ -215,7 +248,7 @@ class AnomalyTask:
             for name in BASELINES
         }
 
-    def table(self, rows: dict[str, Evaluation]) -> Table:
+    def tables(self, rows: dict[str, Evaluation]) -> list[Table]:
         tuned = rows.get("tuned")
         lines = []
         for name, evaluation in rows.items():
@@ -226,7 +259,7 @@ class AnomalyTask:
                 gain += f" ± {100 * _mean_error(tuned, evaluation):.1f}"
             numbers = [percent(evaluation.metrics[f"auroc/{kind}"]) for kind in COLUMNS]
             lines.append([name, *numbers, f"{100 * error:.1f}", gain])
-        return Table(
+        table = Table(
             "Image AUROC on the test split, %",
             ["", *COLUMNS, "± (mean)", "tuned is better by"],
             lines,
@@ -234,19 +267,19 @@ class AnomalyTask:
             "bootstrap over images, paired for differences.\n"
             f"The best checkpoint is chosen by {self.selection_name}, never on the test split.",
         )
-
-    @staticmethod
-    def _padded(prompts: list[Any], key: str, value: int) -> Tensor:
-        length = max(len(prompt[key]) for prompt in prompts)
-        return torch.tensor([prompt[key] + [value] * (length - len(prompt[key])) for prompt in prompts])
+        return [table]
 
 
 COLUMNS = ("logical", "structural", "mean", "pooled")
 
 
-def distance_from(normal: np.ndarray, features: np.ndarray) -> np.ndarray:
-    """(N,): Mahalanobis distance of (N, d) features from normal ones, covariance after Ledoit & Wolf (2004)."""
-    return np.sqrt(np.maximum(LedoitWolf().fit(normal).mahalanobis(features), 0.0))
+def _columns(records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    return {name: np.stack([record[name] for record in records]) for name in SCORES}
+
+
+def _calibrated(records: list[dict[str, Any]]) -> Calibration:
+    train, held_out = ([record for record in records if record["subset"] == subset] for subset in (TRAIN, VALIDATION))
+    return Calibration.fit(_columns(train), _columns(held_out), SUMMED)
 
 
 def of_category(images: list[LocoImage], category: str) -> list[LocoImage]:
@@ -258,9 +291,19 @@ def pixels_of(data: LocoData, image: LocoImage) -> np.ndarray:
     return resize(read_rgb(image.path), data.shortest, data.longest)
 
 
-def prompt_of(phrases: list[str]) -> str:
-    """One closed prompt: every phrase, the last included, ends in ' .' (an open last phrase would read padding)."""
-    return " ".join(f"{phrase} ." for phrase in phrases)
+def prompts_of(data: LocoData, categories: list[str], processor: GroundingDinoProcessor) -> dict[str, Prompt]:
+    """The prompt of each category.
+
+    Raises:
+        ConfigurationError: phrases that cannot be told apart or do not fit into a prompt.
+    """
+    prompts = {}
+    for category in categories:
+        vocabulary = Vocabulary(data.prompt[category], processor.tokenizer, f"data.prompt.{category}")
+        if (name := vocabulary.overflow()) is not None:
+            raise ConfigurationError(f"data.prompt.{category}: outgrows the {MAX_TOKENS} tokens of a prompt at {name!r}")
+        prompts[category] = vocabulary.prompt()
+    return prompts
 
 
 def percent(value: float | None) -> str:

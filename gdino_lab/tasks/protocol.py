@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import GroundingDinoProcessor, PreTrainedModel
+
+from gdino_lab.models.export import Knowledge
 
 Batch = dict[str, Any]
 Outputs = dict[str, Tensor]
@@ -37,6 +40,22 @@ class Table:
     note: str = ""
 
 
+class Predictor(Protocol):
+    """A finished model's use on images that nobody annotated."""
+
+    def batch(self, image: Image.Image) -> Batch:
+        """One image as the module's input."""
+
+    def prediction(self, outputs: Outputs, batch: Batch) -> Any:
+        """What was found in it."""
+
+    def facts(self, prediction: Any) -> dict[str, Any]:
+        """The same as predictions.json holds it."""
+
+    def overlay(self, image: Image.Image, prediction: Any, threshold: float) -> Image.Image:
+        """The same drawn over the image; boxes below `threshold` are left out."""
+
+
 class Task(Protocol):
     """One thing to learn: its head, data, loss, scores and table.
 
@@ -46,34 +65,61 @@ class Task(Protocol):
 
     selection_name: str
     """What Evaluation.selection is, in words."""
+    splits: tuple[str, ...]
+    """What `eval` can be asked for."""
+    data_class: type
+    """What `data` must be; `data_choices` says in words which choices are."""
+    data_choices: str
+
+    def check(self, data: Any, processor: GroundingDinoProcessor) -> list[str]:
+        """Refuse what cannot be trained on, before anything starts; returns notices for the user.
+
+        Raises:
+            ConfigurationError: with every complaint, each naming its file, image or class.
+        """
 
     def bind(self, data: Any, processor: GroundingDinoProcessor) -> None:
-        """Take the data and the processor; called once, before anything below."""
+        """Take the data and the processor; called once in every rank, before anything below."""
 
     def attach(self, detector: PreTrainedModel) -> nn.Module:
         """The module to train: `detector` as its attribute `detector`, heads on top as its attribute `heads`."""
 
     def train_set(self) -> Dataset: ...
 
-    def evaluation_set(self) -> Dataset: ...
+    def evaluation_set(self, split: str | None = None) -> Dataset:
+        """What is looked at after each epoch, or one of `splits`."""
 
     def collate(self, samples: list[Any]) -> Batch:
         """`inputs` holds the keyword arguments of the module's forward; the other keys are targets and identities."""
 
-    def losses(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Weighted terms, fp32 scalars; their sum is the loss."""
+    def count(self, batch: Batch) -> int:
+        """What the loss is a mean of: images, or boxes."""
+
+    def losses(self, outputs: Outputs, batch: Batch, count: float) -> dict[str, Tensor]:
+        """Weighted terms, fp32 scalars; their sum is the loss.
+
+        Args:
+            count: the mean of `count` over all passes of the optimizer step, on all ranks. Sums divided by it average
+                over the passes to the mean over the whole effective batch, however it is cut into micro-batches.
+        """
 
     def records(self, outputs: Outputs, batch: Batch) -> list[Any]:
         """One picklable record a sample, with the sample's index under "index"."""
 
-    def evaluate(self, records: list[Any]) -> Evaluation:
-        """All records of the evaluation set, sorted by index, each once -> numbers."""
+    def evaluate(self, records: list[Any], split: str | None = None) -> Evaluation:
+        """All records of `evaluation_set(split)`, sorted by index, each once -> numbers."""
 
     def epoch_line(self, evaluation: Evaluation) -> str:
         """The evaluation in one short line."""
 
+    def knowledge(self) -> Knowledge:
+        """What `predictor` needs besides weights, as of the last evaluation."""
+
+    def predictor(self, knowledge: Knowledge, data: Any, processor: GroundingDinoProcessor) -> Predictor:
+        """What uses the finished model on new images, without the data it was trained on."""
+
     def baselines(self) -> dict[str, Evaluation]:
         """Trivial scorers on the same data, by name."""
 
-    def table(self, rows: dict[str, Evaluation]) -> Table:
-        """Evaluations side by side; the row "tuned" is compared with the others."""
+    def tables(self, rows: dict[str, Evaluation]) -> list[Table]:
+        """Evaluations side by side, the headline first; the row "tuned" is compared with the others."""

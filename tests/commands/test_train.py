@@ -60,7 +60,7 @@ def test_summary_sets_tuned_beside_untuned_and_baselines(finished: Path):
         assert {f"auroc/{name}" for name in ("logical", "structural", "mean", "pooled")} <= metrics.keys()
         assert metrics["auroc/mean"] == pytest.approx((metrics["auroc/logical"] + metrics["auroc/structural"]) / 2)
     assert list(summary["baselines"]) == ["random", "mean pixel", "foreground area", "blob count"]
-    assert "never on the test split" in summary["table"]["note"]
+    assert "never on the test split" in summary["tables"][0]["note"]
     assert summary["images_per_s"] > 0 and summary["host_peak_bytes"] > 2**27
     # What transformers' modelling leaves without gradient when no box is asked for.
     assert any("bbox_embed" in module for module in summary["untrained"])

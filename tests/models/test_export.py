@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -10,11 +11,13 @@ from transformers import AutoModelForZeroShotObjectDetection, AutoProcessor
 
 from gdino_lab.models import export
 from gdino_lab.models.anomaly_detector import AnomalyDetector
-from gdino_lab.models.export import HEADS, save_model
+from gdino_lab.models.box_detector import BoxDetector
+from gdino_lab.models.export import HEADS, Knowledge, load_heads, load_knowledge, save_model
 from gdino_lab.models.grounding_dino import build
 from gdino_lab.models.tuning import Frozen, Full, Lora
 
 NANO = yaml.safe_load((Path(__file__).parents[2] / "conf" / "model" / "nano.yaml").read_text())["model"]["config"]
+KNOWLEDGE = Knowledge({"names": ["nut", "Café"]}, {"a/b": np.arange(6.0).reshape(2, 3)})
 TUNINGS = {"full": Full(), "frozen": Frozen(), "lora": Lora(2, 4, 0.0, ["query", "fc1", "output_proj"])}
 
 
@@ -49,7 +52,7 @@ def test_the_folder_loads_with_transformers_alone(tmp_path, name, architecture):
         if key.endswith("bias"):
             weights[key] += 0.25
     folder = tmp_path / "model"
-    save_model(folder, module, weights, tuning, processor)
+    save_model(folder, module, weights, tuning, processor, KNOWLEDGE)
 
     model, report = AutoModelForZeroShotObjectDetection.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
@@ -68,7 +71,7 @@ def test_the_folder_loads_with_transformers_alone(tmp_path, name, architecture):
 
 def test_the_exported_model_answers_as_the_trained_one(tmp_path):
     module, processor = module_of(TUNINGS["lora"])
-    save_model(tmp_path / "model", module, weights_of(module), TUNINGS["lora"], processor)
+    save_model(tmp_path / "model", module, weights_of(module), TUNINGS["lora"], processor, KNOWLEDGE)
     batch = dict(processor.tokenizer("nut . washer .", return_tensors="pt"))
     batch |= {"pixel_values": torch.randn(1, 3, 64, 80), "pixel_mask": torch.ones(1, 64, 80, dtype=torch.long)}
     exported = AutoModelForZeroShotObjectDetection.from_pretrained(tmp_path / "model")
@@ -85,15 +88,38 @@ def test_an_older_folder_is_replaced_whole(tmp_path, full):
     (folder / "stale.safetensors").write_bytes(b"of another run")
     (tmp_path / ".model.partial").mkdir()
     (tmp_path / ".model.partial" / "left_behind").touch()
-    save_model(folder, module, weights_of(module), Full(), processor)
+    save_model(folder, module, weights_of(module), Full(), processor, KNOWLEDGE)
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", HEADS} <= names
     assert not names & {"stale.safetensors", "left_behind"}
     weights = weights_of(module)
     weights["heads.verdict.2.bias"] += 1
-    save_model(folder, module, weights, Full(), processor)
+    save_model(folder, module, weights, Full(), processor, KNOWLEDGE)
     assert torch.equal(load_file(folder / HEADS)["verdict.2.bias"], weights["heads.verdict.2.bias"])
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_heads_and_knowledge_come_back_as_they_were(tmp_path, full):
+    module, processor = full
+    save_model(tmp_path / "model", module, weights_of(module), Full(), processor, KNOWLEDGE)
+    other, _ = module_of(Full())
+    with torch.no_grad():
+        for parameter in other.heads.parameters():
+            parameter.zero_()
+    load_heads(tmp_path / "model", other)
+    assert all(torch.equal(value, other.heads.state_dict()[key]) for key, value in module.heads.state_dict().items())
+    found = load_knowledge(tmp_path / "model")
+    assert found.facts == KNOWLEDGE.facts
+    assert found.arrays.keys() == {"a/b"} and np.array_equal(found.arrays["a/b"], KNOWLEDGE.arrays["a/b"])
+
+
+def test_a_detector_without_heads_leaves_no_file_of_them(tmp_path, full):
+    module, processor = full
+    bare = BoxDetector(module.detector)
+    save_model(tmp_path / "model", bare, weights_of(bare), Full(), processor, Knowledge())
+    assert not (tmp_path / "model" / HEADS).exists()
+    load_heads(tmp_path / "model", bare)
+    assert load_knowledge(tmp_path / "model") == Knowledge({}, {})
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -119,6 +145,6 @@ def test_a_failure_leaves_the_older_folder_or_none(tmp_path, monkeypatch, full, 
         owner = module.detector if step == "weights" else processor
         monkeypatch.setattr(type(owner), "save_pretrained", fails)
     with pytest.raises(OSError, match="no space left"):
-        save_model(folder, module, weights_of(module), Full(), processor)
+        save_model(folder, module, weights_of(module), Full(), processor, KNOWLEDGE)
     assert folder.exists() == older and contents(folder) == before
     assert [path.name for path in tmp_path.iterdir()] == (["model"] if older else [])

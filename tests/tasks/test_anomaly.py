@@ -14,7 +14,7 @@ from gdino_lab.data.loco import GOOD, LOGICAL, STRUCTURAL, LocoData
 from gdino_lab.data.synthetic.screw_bag import BagCounts, write_screw_bags
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.models.grounding_dino import random_weights_processor
-from gdino_lab.tasks.anomaly import EDITED, SUMMED, TEST, TRAIN, VALIDATION, AnomalyTask, prompt_of
+from gdino_lab.tasks.anomaly import EDITED, SUMMED, TEST, TRAIN, VALIDATION, AnomalyTask
 from gdino_lab.tasks.protocol import Evaluation
 
 SHARES = {"clean": 0.25, "identity": 0.25, "logical": 0.25, "structural": 0.25}
@@ -68,7 +68,6 @@ def test_prompts_of_a_mixed_batch_are_closed_and_padded(root):
     data = task.train_set()
     batch = task.collate([data[(0, 0)], data[(0, len(data) - 1)]])  # one of each category
     ids, mask = batch["inputs"]["input_ids"], batch["inputs"]["attention_mask"]
-    assert prompt_of(["nut", "long screw"]) == "nut . long screw ."
     for row, tokens in zip(ids, mask, strict=True):
         assert row[tokens.bool()][-2:].tolist() == [1012, 102]  # '.' and the end
     assert batch["anomalous"].shape == batch["seen_locally"].shape == (2,)
@@ -128,7 +127,7 @@ def test_table_compares_tuned_with_every_other_row(root):
     task = task_on(root, "screw_bag")
     rng = np.random.default_rng(2)
     rows = {"tuned": task.evaluate(records_of(task, rng, 3.0)), "untuned": task.evaluate(records_of(task, rng, 0.0))}
-    table = task.table(rows | task.baselines())
+    (table,) = task.tables(rows | task.baselines())
     assert [row[0] for row in table.rows] == ["tuned", "untuned", "random", "mean pixel", "foreground area", "blob count"]
     assert table.rows[0][-1] == "" and all("±" in row[-1] for row in table.rows[1:])
     gain = 100 * (rows["tuned"].metrics["auroc/mean"] - rows["untuned"].metrics["auroc/mean"])
