@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Two processes, the tests of a file in one of them: what is trained once serves every test of its file.
+PARALLEL := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-fast clean
@@ -13,10 +15,10 @@ train: $(READY) ## the main job on the embedded default; ARGS="..." are passed o
 	$(BIN)/gdino-lab train $(ARGS)
 
 test: $(READY) ## every test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-fast: $(READY) ## the tests that start no rank processes
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
 
 clean: ## remove the environment; outputs/ stays
 	rm -rf .venv

@@ -3,8 +3,8 @@
     python benchmarks/transformers_tests.py --transformers DIR
 
 DIR is a checkout of transformers' repository at the installed version; its tests also need `parameterized` and
-`datasets`. Without network, tests that need files of the hub are skipped or fail in both runs. Exits with 1 where the two
-differ.
+`datasets`. Without network, tests that need files of the hub are skipped or fail in both runs. Exits with 1 where the
+two differ.
 """
 
 from __future__ import annotations

@@ -329,6 +329,7 @@ def finish(run: Run, state: Progressed, images: int) -> None:
             "steps": state.step,
             "best_epoch": state.best_epoch,
             "selection": {"name": run.task.selection_name, "value": state.best_selection},
+            "headlines": run.task.headlines(state.best),
             "metrics": state.best.metrics,
             "untuned": state.untuned.metrics,
             "baselines": {name: rows[name].metrics for name in rows if name not in ("tuned", "untuned")},

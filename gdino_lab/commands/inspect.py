@@ -17,10 +17,6 @@ FLAGS = {
     "encoder_text_hidden_states": "output_hidden_states=True",
     "decoder_attentions": "output_attentions=True",
     "encoder_attentions": "output_attentions=True",
-    "enc_outputs_class": "config.two_stage=True",
-    "enc_outputs_coord_logits": "config.two_stage=True",
-    "encoder_logits": "config.two_stage=True",
-    "encoder_pred_boxes": "config.two_stage=True",
 }
 COLUMNS = ["field", "shape", "dtype", "device", "min", "max", "NaN", "filled by"]
 

@@ -86,7 +86,7 @@ def row_of(job: dict[str, Any], swept: list[str]) -> dict[str, Any]:
     status = read_json(folder / "status.json")
     summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
     peaks = [peak["allocated"] for peak in summary.get("peak_bytes") or []]
-    metrics = {name: value for name, value in summary.get("metrics", {}).items() if name.startswith("auroc/")}
+    metrics = {name: summary["metrics"].get(name) for name in summary.get("headlines", [])}
     untuned = summary.get("untuned", {})
     return {
         "number": job["number"],
@@ -118,7 +118,7 @@ class Results(Callback):
 def table_of(rows: list[dict[str, Any]], title: str) -> Table:
     """The columns that tell the jobs apart and how they ended; results.csv has the rest."""
     told = [name for name in rows[0] if any(row.get(name) != rows[0].get(name) for row in rows)]
-    kept = [name for name in rows[0] if name in ("number", "state", "auroc/mean", "loss") or name in told]
+    kept = [name for name in rows[0] if name in ("number", "state", "auroc/mean", "ap", "loss") or name in told]
     table = Table(title=title, title_justify="left")
     for name in kept:
         table.add_column(name, no_wrap=True)

@@ -35,8 +35,7 @@ class AnomalyDetector(nn.Module):
             input_ids, attention_mask, token_type_ids: (B, L), the prompt.
 
         Returns:
-            The heads' outputs (see AnomalyHeads.forward), valid (B, S) bool, False for padding tokens, and sizes, the
-            (h, w) of each feature level.
+            The heads' outputs (see AnomalyHeads.forward) and valid (B, S) bool, False for padding tokens.
         """
         # `.model` leaves the box heads out; the decoder runs, so that the queries (and with them every layer) train.
         outputs = self.detector.model(
@@ -55,7 +54,7 @@ class AnomalyDetector(nn.Module):
             outputs.last_hidden_state,
             valid,
             sizes,
-        ) | {"valid": valid, "sizes": sizes}
+        ) | {"valid": valid}
 
 
 # Sigmoid of it is 2 %: a normal image has no anomalous token, and training need not begin by learning that.

@@ -195,6 +195,9 @@ class AnomalyTask:
         scores = {name: split(score, test_good, TEST) for name, score in normalised.items()}
         return scores, loco_auroc(*split(normalised["score"], calm, EDITED))["mean"]
 
+    def headlines(self, evaluation: Evaluation) -> list[str]:
+        return [name for name in evaluation.metrics if name.startswith("auroc/")]
+
     def epoch_line(self, evaluation: Evaluation) -> str:
         numbers = [f"{kind} {percent(evaluation.metrics[f'auroc/{kind}'])}" for kind in COLUMNS]
         return f"test AUROC {', '.join(numbers)} | validation edits {percent(evaluation.selection)}"
@@ -220,6 +223,7 @@ class AnomalyTask:
         return AnomalyPredictor(
             Calibration.from_arrays(arrays, SUMMED),
             self.columns,
+            self.detector_config,
             prompts_of(data, [category], processor)[category],
             processor.tokenizer.pad_token_id,
             data.shortest,

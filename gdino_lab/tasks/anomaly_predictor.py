@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+from transformers import PreTrainedConfig
 
 from gdino_lab.data.images import pad_batch, resize, to_tensor
 from gdino_lab.metrics.calibration import Calibration
@@ -28,13 +30,21 @@ class AnomalyPredictor:
 
     Args:
         columns: turns a model's outputs into raw score columns, (1,) or (1, d) each.
+        config: the detector's.
         shortest, longest: sides in pixels that the model sees.
     """
 
     def __init__(
-        self, calibration: Calibration, columns: Any, prompt: Prompt, pad_id: int, shortest: int, longest: int
+        self,
+        calibration: Calibration,
+        columns: Callable[[Outputs], dict[str, np.ndarray]],
+        config: PreTrainedConfig,
+        prompt: Prompt,
+        pad_id: int,
+        shortest: int,
+        longest: int,
     ):
-        self.calibration, self.columns = calibration, columns
+        self.calibration, self.columns, self.config = calibration, columns, config
         self.prompt, self.pad_id = prompt, pad_id
         self.shortest, self.longest = shortest, longest
 
@@ -46,7 +56,7 @@ class AnomalyPredictor:
     def prediction(self, outputs: Outputs, batch: Batch) -> Anomaly:
         height, width = batch["inputs"]["pixel_values"].shape[-2:]
         score = self.calibration.scores(self.columns(outputs))["score"]
-        where = heatmap(outputs["local_logits"], outputs["sizes"], height, width)
+        where = heatmap(outputs["local_logits"], level_sizes(self.config, height, width), height, width)
         return Anomaly(float(score[0]), where[0].cpu().numpy())
 
     def facts(self, prediction: Anomaly) -> dict[str, Any]:
@@ -59,5 +69,6 @@ class AnomalyPredictor:
         drawn = Image.composite(Image.new("RGB", image.size, (230, 20, 20)), image, heat.point(lambda value: value * 0.7))
         verdict = "anomalous" if self.facts(prediction)["anomalous"] else "normal"
         font = ImageFont.load_default(max(9, round(min(image.size) / 30)))
-        ImageDraw.Draw(drawn).text((4, 4), f"{prediction.score:.2f} {verdict}", "white", font, stroke_width=1, stroke_fill="black")
+        said = f"{prediction.score:.2f} {verdict}"
+        ImageDraw.Draw(drawn).text((4, 4), said, "white", font, stroke_width=1, stroke_fill="black")
         return drawn

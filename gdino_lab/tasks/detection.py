@@ -224,6 +224,9 @@ class DetectionTask:
             metrics |= {prefix + name: value for name, value in found.items()}
         return Evaluation(metrics, metrics.get("ap"))
 
+    def headlines(self, evaluation: Evaluation) -> list[str]:
+        return [name for name in (*HEADLINES, "guard/ap") if name in evaluation.metrics]
+
     def epoch_line(self, evaluation: Evaluation) -> str:
         watched = {"val AP": "ap", "AP50": "ap50", "guard AP": "guard/ap"}
         return ", ".join(

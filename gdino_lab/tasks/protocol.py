@@ -109,6 +109,9 @@ class Task(Protocol):
     def evaluate(self, records: list[Any], split: str | None = None) -> Evaluation:
         """All records of `evaluation_set(split)`, sorted by index, each once -> numbers."""
 
+    def headlines(self, evaluation: Evaluation) -> list[str]:
+        """The metrics by which runs are compared, of all there are."""
+
     def epoch_line(self, evaluation: Evaluation) -> str:
         """The evaluation in one short line."""
 

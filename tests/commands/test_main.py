@@ -57,6 +57,8 @@ def test_unknown_command_lists_the_commands(call):
         (["experiment=blog/final"], "final_single_fp32"),
         (["train.micro_batch=3", "train.effective_batch=8"], "the nearest that is: 6 or 9"),
         (["train.effective_batch=16"], "more than the 12 training images"),
+        (["task=anomaly", "data=synthetic_detection"], "AnomalyTask takes data=synthetic_loco or mvtec_loco"),
+        (["task=detection", "data=synthetic_loco"], "DetectionTask takes data=coco, odvg or synthetic_detection"),
         (["hardware=cpu", "hardware.devices=4096"], "this machine has"),
         (["hardware=rtx3090_single"], "0 CUDA device(s); hardware=cpu trains without a GPU"),
         (["offload=optimizer_and_params", "zero=stage2"], "only ZeRO-3"),
@@ -77,7 +79,7 @@ def test_unknown_command_lists_the_commands(call):
 )
 def test_refusal_is_one_message_and_leaves_nothing(call, tmp_path: Path, words, said):
     set_words = ["data.counts={train: 12, validation: 4, test_good: 4, test_logical: 4, test_structural: 4}"]
-    if words[0].startswith("data=mvtec"):
+    if words[0].startswith("data=mvtec") or "data=synthetic_detection" in words:
         set_words = []
     code, out, err = call("train", *set_words, *words)
     assert code == 2, out + err

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,13 +19,15 @@ from transformers import AutoModelForZeroShotObjectDetection, AutoProcessor
 from tests.conftest import SMALL, environment, read_json, read_metrics, run
 
 pytestmark = pytest.mark.slow
+# With a moving average, so that what is evaluated and kept must come back from a checkpoint too.
+TWO_EPOCHS = ["train.epochs=2", "train.ema_decay=0.9"]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, small_set: Path) -> Path:
     """The run folder of a run of two epochs, four steps each, on one rank."""
     place = tmp_path_factory.mktemp("finished")
-    command = [sys.executable, "-m", "gdino_lab", "train", *SMALL, f"data.root={small_set}", "train.epochs=2"]
+    command = [sys.executable, "-m", "gdino_lab", "train", *SMALL, f"data.root={small_set}", *TWO_EPOCHS]
     run([*command, "tracker=tensorboard"], place).assert_done()
     (folder,) = (place / "outputs" / "runs").glob("*/*")
     return folder
@@ -85,6 +88,27 @@ def test_model_loads_in_plain_transformers(finished: Path):
     assert load_file(finished / "model" / "heads.safetensors")
 
 
+def test_eval_gives_the_runs_own_numbers(finished: Path, tmp_path: Path):
+    run([sys.executable, "-m", "gdino_lab", "eval", f"run={finished}"], tmp_path).assert_done()
+    found = read_json(finished / "eval_test.json")["metrics"]
+    assert found == {name: pytest.approx(value) for name, value in read_json(finished / "summary.json")["metrics"].items()}
+
+
+def test_predict_scores_new_images_without_the_data(finished: Path, tmp_path: Path, small_set: Path):
+    images = small_set / "screw_bag" / "test" / "logical_anomalies"
+    words = [f"run={finished}", f"images={images}/*.png", "data.root=nowhere", "out=found"]
+    run([sys.executable, "-m", "gdino_lab", "predict", *words], tmp_path).assert_done()
+    found = read_json(tmp_path / "found" / "predictions.json")
+    assert [Path(each["image"]).name for each in found] == sorted(path.name for path in images.iterdir())
+    assert all((tmp_path / "found" / each["overlay"]).exists() for each in found)
+    # The scores are those of the run's own evaluation: logical anomalies rank against good images as it said.
+    good = str(images.parent / "good")
+    run([sys.executable, "-m", "gdino_lab", "predict", f"run={finished}", f"images={good}"], tmp_path).assert_done()
+    (other,) = (tmp_path / "outputs" / "predictions").glob("*/*/predictions.json")
+    above = [(bad["score"] > fine["score"]) for bad in found for fine in read_json(other)]
+    assert np.mean(above) == pytest.approx(read_json(finished / "summary.json")["metrics"]["auroc/logical"])
+
+
 def test_config_fed_back_gives_the_same_run(finished: Path, tmp_path: Path):
     command = [sys.executable, "-m", "gdino_lab", "train", "--config-path", str(finished)]
     run([*command, "train.max_steps=3", "schedule.name=constant", f"run_dir={tmp_path / 'again'}"], tmp_path).assert_done()
@@ -97,7 +121,7 @@ def test_config_fed_back_gives_the_same_run(finished: Path, tmp_path: Path):
 def test_stopped_run_saves_and_resumes_to_the_same_end(finished: Path, tmp_path: Path, small_set: Path):
     """Ctrl-C: exit 130, a checkpoint, and a resume in the same folder whose losses are the uninterrupted run's."""
     folder = tmp_path / "stopped"
-    command = [sys.executable, "-m", "gdino_lab", "train", *SMALL, f"data.root={small_set}", "train.epochs=2"]
+    command = [sys.executable, "-m", "gdino_lab", "train", *SMALL, f"data.root={small_set}", *TWO_EPOCHS]
     command.append("train.workers=1")  # Ctrl-C reaches data processes too
     started = subprocess.Popen(
         [*command, f"run_dir={folder}"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE,
@@ -123,15 +147,15 @@ import os, sys
 import gdino_lab.trainer as trainer
 from gdino_lab.commands.main import main
 
-honest = trainer.to_device
+honest = trainer.mean_count
 
-def sabotaged(batch, run):
-    if run.engine.training and os.environ["RANK"] == "1":
+def sabotaged(run, passes):
+    if os.environ["RANK"] == "1":
         open("deed", "w").close()
         {deed}
-    return honest(batch, run)
+    return honest(run, passes)
 
-trainer.to_device = sabotaged  # spawned ranks import this file, so they get it too
+trainer.mean_count = sabotaged  # spawned ranks import this file, so they get it too
 if __name__ == "__main__":
     sys.exit(main())
 """

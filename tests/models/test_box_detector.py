@@ -108,3 +108,35 @@ def test_a_class_that_was_not_asked_for_is_never_the_answer():
     for reduction in ("mean", "max"):
         scores, classes = class_scores(logits, tokens, reduction)
         assert (classes[0] == 0).all() and (scores == 0).all()
+
+
+def test_micro_batches_add_up_to_the_gradient_of_the_batch(case):
+    """Four images with 2, 0, 1 and 1 boxes under two prompts: one batch, or four passes with the same normaliser."""
+    module, inputs, vocabulary = case
+    module.train()
+    torch.manual_seed(1)
+    inputs = {key: value.repeat(2, *[1] * (value.ndim - 1)) for key, value in inputs.items()}
+    inputs["pixel_values"], inputs["pixel_mask"] = torch.randn(4, 3, 64, 96), torch.ones(4, 64, 96, dtype=torch.long)
+    length = inputs["input_ids"].shape[1]
+    counts = (2, 0, 1, 1)
+    boxes = torch.rand(4, 2, 4) * 0.4 + 0.2
+    tokens = torch.zeros(4, 2, length, dtype=torch.bool)
+    tokens[[0, 0, 2], [0, 1, 0]] = vocabulary.prompt().tokens_of([0, 2, 1], length)
+    tokens[3, 0] = vocabulary.prompt([1]).tokens_of([1], length)[0]
+
+    def gradients(parts: list[slice]) -> dict[str, torch.Tensor]:
+        module.zero_grad()
+        for part in parts:
+            outputs = module(**{key: value[part] for key, value in inputs.items()})
+            targets = Targets(boxes[part], tokens[part], counts[part])
+            terms = detection_losses(
+                outputs["logits"], outputs["boxes"], outputs["text_mask"], targets, sum(counts) / len(parts), Weights()
+            )
+            (sum(terms.values()) / len(parts)).backward()
+        return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+    whole, cut = gradients([slice(0, 4)]), gradients([slice(row, row + 1) for row in range(4)])
+    assert whole.keys() == cut.keys()
+    scale = max(gradient.abs().max() for gradient in whole.values())
+    for name, gradient in whole.items():
+        torch.testing.assert_close(cut[name], gradient, rtol=1e-4, atol=1e-5 * scale.item(), msg=name)

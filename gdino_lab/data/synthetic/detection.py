@@ -73,7 +73,11 @@ def _draw(folder: Path, recipe: Mapping) -> None:
             annotations = _write_split(new / split, stream, recipe["counts"][split], recipe)
             (new / "annotations" / f"{split}.json").write_text(json.dumps(annotations) + "\n")
         write_recipe(new, recipe)
-        os.replace(new, folder)  # onto an empty folder, or none
+        try:
+            os.replace(new, folder)  # onto an empty folder, or none
+        except OSError:
+            if not (folder / RECIPE).exists():  # else another run has drawn the same meanwhile
+                raise
 
 
 def _write_split(folder: Path, stream: int, count: int, recipe: Mapping) -> dict[str, list]:

@@ -49,7 +49,11 @@ def _draw(folder: Path, recipe: Mapping, counts: BagCounts) -> None:
     height, width = recipe["canvas"]
     # A small bag is drawn faster than a process starts.
     workers = (os.cpu_count() or 1) if height * width > 250_000 else 1
-    write_screw_bags(
-        folder, preset=recipe["preset"], seed=recipe["seed"], canvas=(height, width), counts=counts, workers=workers
-    )
+    try:
+        write_screw_bags(
+            folder, preset=recipe["preset"], seed=recipe["seed"], canvas=(height, width), counts=counts, workers=workers
+        )
+    except OSError:
+        if not (folder / "screw_bag").exists():  # else another run has drawn the same meanwhile
+            raise
     write_recipe(folder, recipe)
