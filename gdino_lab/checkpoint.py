@@ -104,7 +104,7 @@ def complaints(folder: Path, plan: dict[str, Any], settings: dict[str, Any]) -> 
         for node in ("task", "data", "model", "tuning", "optimizer", "precision", "zero", "offload")
     ]
     pairs += [
-        (f"train.{key}", stored["settings"]["train"][key], settings["train"][key]) for key in ("seed", "ema_decay")
+        (f"train.{key}", stored["settings"]["train"].get(key), settings["train"][key]) for key in ("seed", "ema_decay")
     ]
     return [
         f"train.resume={folder}: was written with {key}={then}, this run has {now}; it would not be the same run"

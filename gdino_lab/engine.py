@@ -35,6 +35,7 @@ def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, schedule_n
     scheduler = get_scheduler(
         schedule_name, optimizer, num_warmup_steps=plan.warmup_steps, num_training_steps=plan.total_steps
     )
+    scalars = give_scalars_a_dimension(module)
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,
@@ -42,7 +43,18 @@ def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, schedule_n
         config=plan.deepspeed,
         dist_init_required=False,
     )
+    engine.scalars = scalars
     return engine
+
+
+def give_scalars_a_dimension(module: nn.Module) -> set[str]:
+    """DeepSpeed can neither broadcast nor clip parameters without a dimension (MM Grounding DINO's class biases), so
+    they get one for the run; returns their names, for `whole_weights` to take it away again."""
+    names = {name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.dim() == 0}
+    for parameter in module.parameters():
+        if parameter.dim() == 0:
+            parameter.data = parameter.data.view(1)
+    return names
 
 
 def backward_and_step(engine: Any, loss: Tensor) -> None:
@@ -99,4 +111,7 @@ def whole_weights(engine: Any) -> dict[str, Tensor] | None:
         weights = engine.module.state_dict()
     if engine.global_rank != 0:
         return None
-    return {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
+    return {
+        name: weight.detach().to("cpu", copy=True).view(() if name in engine.scalars else weight.shape)
+        for name, weight in weights.items()
+    }

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
+from transformers.utils.logging import disable_progress_bar
 
-from gdino_lab.data.images import read_rgb
 from gdino_lab.data.loading import EpochSampler, loader
-from gdino_lab.data.loco import SUFFIXES
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.models import grounding_dino
 from gdino_lab.models.export import DETECTOR_PREFIX, Knowledge, load_heads, load_knowledge
@@ -22,6 +22,9 @@ from gdino_lab.run_folder import RunFolder
 from gdino_lab.scoring import DTYPES, records_of, to_device
 from gdino_lab.settings import Settings, instantiate
 from gdino_lab.tasks.protocol import Evaluation, Predictor, Task
+
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,10 @@ def load(settings: Settings) -> Finished:
     folder = RunFolder(Path(settings.run).resolve())
     if not (folder.model / "config.json").is_file():
         raise ConfigurationError(f"run={settings.run}: holds no model/, so no epoch of it was ever finished")
+    disable_progress_bar()  # transformers' own, for every file it reads
     use_cuda = settings.hardware.device == "cuda" and torch.cuda.is_available()
+    if settings.hardware.device == "cuda" and not use_cuda:
+        print("no CUDA device here: on the CPU", flush=True)
     device = torch.device("cuda" if use_cuda else "cpu")
     detector, processor = grounding_dino.build(settings.model["architecture"], str(folder.model))
     task = instantiate(settings.task, seed=settings.train.seed)
@@ -84,6 +90,8 @@ def evaluate(run: Finished, split: str | None) -> Evaluation:
     if split is not None and split not in run.task.splits:
         raise ConfigurationError(f"split={split}: allowed are {', '.join(run.task.splits)}")
     dataset = run.task.evaluation_set(split)
+    if not len(dataset):
+        raise ConfigurationError(f"split={split}: holds nothing to score, captions have no mAP")
     train = run.settings.train
     batches = loader(
         dataset,
@@ -119,9 +127,9 @@ def predictor_of(run: Finished) -> Predictor:
 
 
 @torch.no_grad()
-def predict(run: Finished, predictor: Predictor, path: Path) -> Any:
-    """The prediction on one image file."""
-    batch = to_device(predictor.batch(read_rgb(path)), run.device, run.dtype)
+def predict(run: Finished, predictor: Predictor, image: Image.Image) -> Any:
+    """The prediction on one image."""
+    batch = to_device(predictor.batch(image), run.device, run.dtype)
     return predictor.prediction(run.forward(**batch["inputs"]), batch)
 
 
@@ -133,9 +141,13 @@ def find_images(asked: str) -> list[Path]:
     """
     path = Path(asked)
     if path.is_dir():
-        found = sorted(each for each in path.iterdir() if each.suffix.lower() in SUFFIXES and each.name[0] != ".")
+        found = sorted(each for each in path.iterdir() if _is_image(each))
     else:
-        found = [path] if path.is_file() else sorted(map(Path, glob(asked, recursive=True)))
+        found = [path] if path.is_file() else sorted(filter(_is_image, map(Path, glob(asked, recursive=True))))
     if not found:
         raise ConfigurationError(f"images={asked}: no image there; allowed are an image, a folder of images or a glob")
     return found
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and path.name[0] != "." and path.is_file()

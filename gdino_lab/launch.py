@@ -27,9 +27,11 @@ from transformers.utils.logging import disable_progress_bar
 from gdino_lab import checkpoint, settings as settings_module
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.models import grounding_dino
+from gdino_lab.models.tuning import Tuning
 from gdino_lab.plan import Plan, make_plan
 from gdino_lab.run_folder import LOST_PEER, RunFolder, new_run_folder, write_json
 from gdino_lab.settings import Settings, instantiate
+from gdino_lab.tasks.protocol import Task
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +91,8 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
         except Exception as error:
             complaints += _complaints_of(error)
     data, task = made.get("data"), made.get("task")
+    if len(made) == 3 and not complaints:
+        complaints += tuning_complaints(settings, task, made["tuning"])
     if data is not None and task is not None and not isinstance(data, task.data_class):
         raise ConfigurationError(
             [*complaints, f"data does not suit the task: {type(task).__name__} takes data={task.data_choices}"]
@@ -128,6 +132,18 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
         "folder": str(folder.path),
         "resume": None if resume is None else str(resume),
     }
+
+
+def tuning_complaints(settings: Settings, task: Task, tuning: Tuning) -> list[str]:
+    """Patterns and layers that the model does not have, and a choice that leaves nothing to train."""
+    try:
+        with torch.device("meta"):
+            module = task.attach(tuning.prepare(grounding_dino.skeleton(**_arguments(settings.model))))
+        if tuning.groups(module, settings.optimizer["lr"]):
+            return []
+    except ConfigurationError as error:
+        return error.complaints
+    return ["tuning: leaves no parameter to train, and this task has no head of its own; use tuning=full or tuning=lora"]
 
 
 def run_of(resume: Path) -> str | None:

@@ -29,6 +29,7 @@ class Plan:
     epochs: int
     total_steps: int
     warmup_steps: int
+    zero_stage: int
     deepspeed: dict[str, Any]
     origin: dict[str, str]
     """Where each derived number came from, in words."""
@@ -78,6 +79,7 @@ def make_plan(settings: Settings, train_images: int, world_size: int) -> Plan:
         epochs=math.ceil(total_steps / steps_per_epoch),
         total_steps=total_steps,
         warmup_steps=round(total_steps * settings.schedule.warmup_fraction),
+        zero_stage=zero_stage(settings),
         deepspeed=deepspeed_config(settings, accumulation, world_size),
         origin={
             "accumulation": f"effective batch {train.effective_batch} / (micro-batch {train.micro_batch} x {world_size} rank(s))",
@@ -85,8 +87,24 @@ def make_plan(settings: Settings, train_images: int, world_size: int) -> Plan:
             "total_steps": f"{train.epochs} epochs x {steps_per_epoch} steps"
             + (f", cut by train.max_steps={train.max_steps}" if total_steps < scheduled else ""),
             "warmup_steps": f"schedule.warmup_fraction {settings.schedule.warmup_fraction} x {total_steps} steps",
+            "zero_stage": f"zero.stage {settings.zero.stage}"
+            + (", which trains half-precision weights wrongly; ZeRO-1 takes the same steps" if corrected(settings) else ""),
         },
     )
+
+
+def corrected(settings: Settings) -> bool:
+    """Whether DeepSpeed 0.19 would train wrongly at stage 0: with bf16 weights it takes a phantom first step, with fp16
+    weights it divides unscaled gradients by the loss scale."""
+    return settings.zero.stage == 0 and settings.precision.weights != "fp32"
+
+
+def zero_stage(settings: Settings) -> int:
+    return 1 if corrected(settings) else settings.zero.stage
+
+
+def bucket_elements(settings: Settings) -> int:
+    return max(1, int(settings.bucket.megabytes * 1e6 / BYTES[settings.precision.weights]))
 
 
 def deepspeed_config(settings: Settings, accumulation: int, world_size: int) -> dict[str, Any]:
@@ -95,8 +113,8 @@ def deepspeed_config(settings: Settings, accumulation: int, world_size: int) -> 
     Bucket sizes are elements there and megabytes here, and always set: DeepSpeed's default of 5e8 elements is larger
     than this whole model.
     """
-    train, precision, zero, offload = settings.train, settings.precision, settings.zero, settings.offload
-    elements = max(1, int(settings.bucket.megabytes * 1e6 / BYTES[precision.weights]))
+    train, precision, offload, stage = settings.train, settings.precision, settings.offload, zero_stage(settings)
+    elements = bucket_elements(settings)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": train.micro_batch,
         "gradient_accumulation_steps": accumulation,
@@ -105,11 +123,11 @@ def deepspeed_config(settings: Settings, accumulation: int, world_size: int) -> 
         "steps_per_print": 10**9,  # the trainer logs
         # torch's fused AdamW steps on CPU as fast as DeepSpeed's own, which takes a minute to compile.
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": zero.stage},
+        "zero_optimization": {"stage": stage},
     }
-    if zero.stage > 0:
+    if stage > 0:
         config["zero_optimization"] |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
-    if zero.stage == 3:
+    if stage == 3:
         config["zero_optimization"] |= {
             "stage3_prefetch_bucket_size": elements,
             # At 1e9, the default, every gathered parameter of this model would stay alive.

@@ -265,12 +265,6 @@ def _check_combinations(settings: Settings) -> list[str]:
             f"precision.weights={precision.weights} with precision.autocast={precision.autocast}: "
             "autocast is for fp32 weights"
         )
-    if precision.weights != "fp32" and zero.stage == 0:
-        complaints.append(
-            f"precision.weights={precision.weights} with zero.stage=0: DeepSpeed 0.19 trains this pair wrongly (a "
-            "phantom first step in bf16, an unscaled loss in fp16); use zero=stage1, the same on one rank, "
-            f"or precision={precision.weights}_autocast"
-        )
     if settings.activations.recompute and zero.stage == 3 and settings.tuning.get("_target_", "").endswith(".Lora"):
         complaints.append(
             "activations=recompute with zero.stage=3 and tuning=lora: DeepSpeed does not gather the frozen parameters "

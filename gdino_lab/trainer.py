@@ -131,11 +131,12 @@ def build(
         recompute_activations(detector)
     module = task.attach(detector).to(device=device, dtype=DTYPES[settings.precision.weights])
     groups = tuning.groups(module, settings.optimizer["lr"])
+    moving = sum(parameter.numel() for group in groups for parameter in group["params"])
     engine = build_engine(module, instantiate(settings.optimizer, params=iter(groups)), settings.schedule.name, plan)
     average = WeightAverage(module, settings.train.ema_decay) if settings.train.ema_decay else None
     log.info(
         "parameters: %s trainable of %s",
-        f"{sum(size(parameter) for group in groups for parameter in group['params']):,}",
+        f"{moving:,}",
         f"{sum(size(parameter) for parameter in module.parameters()):,}",
     )
     seed_everything(settings.train.seed + 1 + dist.get_rank())  # dropout differs by rank, weights did not

@@ -99,7 +99,6 @@ def test_seven_attempts_differ_as_the_seed_tells():
         (["precision=fp16", "zero=stage1"], "fp16 on hardware.device=cpu"),
         (["precision=tf32"], "a mode of NVIDIA GPUs"),
         (["activations=recompute", "zero=stage3", "tuning=lora"], "does not gather the frozen parameters"),
-        (["precision=bf16", "zero=stage0"], "phantom first step"),
         (["precision=bf16", "precision.autocast=bf16", "zero=stage1"], "autocast is for fp32 weights"),
         (["precision.weights=fp8"], "allowed are fp32, bf16, fp16"),
         (["train.epochs=0"], "train.epochs=0: allowed is 1 or more"),

@@ -14,7 +14,7 @@ def run(config: DictConfig) -> int:
     finished.bind(finished_run)
     split = config.split or finished_run.task.splits[0]
     evaluation = finished.evaluate(finished_run, split)
-    for table in finished_run.task.tables({"tuned": evaluation}):
+    for table in finished_run.task.tables({"tuned": evaluation}, split):
         print(format_table(table))
     write_json(finished_run.folder.path / f"eval_{split}.json", {"split": split, "metrics": evaluation.metrics})
     return 0

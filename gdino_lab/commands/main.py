@@ -16,6 +16,7 @@ COMMANDS = {
     "predict": "boxes or anomaly maps on new images: run=DIR images=PATH",
     "blend": "weights between a run's start and its end, scored at each share: run=DIR alpha=0,0.5,1",
     "inspect": "one forward pass: every output field with name, shape, dtype, device and range",
+    "doctor": "what this machine can do, and the cure for what it cannot",
     "synthesize": "write the synthetic screw-bag set in MVTec LOCO layout to out=DIR",
 }
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130

@@ -16,26 +16,28 @@ def run(config: DictConfig) -> int:
 
     if config.images is None:
         raise ConfigurationError("images is missing: an image, a folder of images or a glob, images=PATH")
-    paths = finished.find_images(config.images)
+    names = overlay_names(finished.find_images(config.images))
     finished_run = finished.load(settings.load(config))
     predictor = finished.predictor_of(finished_run)
-    predictions = {path: finished.predict(finished_run, predictor, path) for path in paths}
     out = new_output_folder(config.out, "predictions")
-    names = _names(paths)
-    for path, prediction in predictions.items():
-        predictor.overlay(read_rgb(path), prediction, config.threshold).save(out / names[path])
-    write_json(
-        out / "predictions.json",
-        [
-            {"image": str(path), "overlay": names[path], **predictor.facts(prediction)}
-            for path, prediction in predictions.items()
-        ],
-    )
-    print(f"{len(paths)} image(s): {out}")
-    return 0
+    rows = []
+    for path, name in names.items():
+        try:
+            image = read_rgb(path)
+        except ConfigurationError as error:  # one broken file among many is told, and the rest goes on
+            print(error, flush=True)
+            rows.append({"image": str(path), "error": str(error)})
+            continue
+        prediction = finished.predict(finished_run, predictor, image)
+        predictor.overlay(image, prediction, config.threshold).save(out / name)
+        rows.append({"image": str(path), "overlay": name, **predictor.facts(prediction)})
+    write_json(out / "predictions.json", rows)
+    read = sum("error" not in row for row in rows)
+    print(f"{read} of {len(rows)} image(s): {out}")
+    return 0 if read else 1
 
 
-def _names(paths: list[Path]) -> dict[Path, str]:
+def overlay_names(paths: list[Path]) -> dict[Path, str]:
     """A file name for each overlay; images of one name in several folders are numbered."""
     names: dict[Path, str] = {}
     for path in paths:

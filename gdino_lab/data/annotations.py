@@ -41,12 +41,14 @@ class Problem(NamedTuple):
 
 
 class Annotation(NamedTuple):
-    """A box as recorded: xyxy pixels, any numbers at all. `where` is its place in the file, for complaints."""
+    """A box as recorded: xyxy pixels, any numbers at all. `where` is its place in the file, for complaints; area is the
+    object's, pixels, where the file records it."""
 
     where: str
     box: tuple[float, float, float, float]
     label: int
     crowd: bool = False
+    area: float | None = None
 
 
 @dataclass
@@ -85,6 +87,7 @@ class AnnotatedImage:
     boxes: (N, 4) float32, xyxy pixels, inside the image and of positive area.
     classes: (N,) int64 into the set's names, or into `phrases` where there is a caption.
     crowd: (N,) bool, True for a box around many objects (COCO's iscrowd).
+    areas: (N,) float64, pixels: the object's as recorded, else its box's.
     phrases: for each phrase of the caption its (start, end) character spans.
     """
 
@@ -95,6 +98,7 @@ class AnnotatedImage:
     boxes: np.ndarray
     classes: np.ndarray
     crowd: np.ndarray
+    areas: np.ndarray
     caption: str | None = None
     phrases: tuple[Spans, ...] = ()
 

@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image
 
 from gdino_lab.data.annotations import (
     AnnotatedImage,
@@ -25,6 +24,7 @@ from gdino_lab.data.annotations import (
 )
 from gdino_lab.data.formats.coco import parse_coco
 from gdino_lab.data.formats.odvg import parse_odvg, read_label_map
+from gdino_lab.data.images import read_size
 from gdino_lab.errors import ConfigurationError, nearest
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,6 @@ MOST_COMPLAINTS = 20
 MOST_EXAMPLES = 5
 # Annotation tools round: a box this far outside its image is no mistake.
 TOLERANCE = 1.0  # pixels
-# EXIF orientations that lay the image on its side.
-SIDEWAYS = (5, 6, 7, 8)
 
 
 class DetectionData:
@@ -147,6 +145,8 @@ class DetectionData:
                 "(detection lines or a COCO .json): mAP is not defined on captions"
             )
         names = train.names or val.names
+        if not names:
+            raise ConfigurationError(f"{train.source}: names no class, and neither does {val.source}")
         val = _renamed(val, names, train.source)
         images, problems = {}, []
         for split, listing in zip(SPLITS, (train, val), strict=True):
@@ -193,23 +193,6 @@ def image_folder(annotations: Path, first: str) -> Path:
     own = annotations.parent
     places = (own, own / "images", own.parent, own.parent / "images")
     return next((place for place in places if (place / first).is_file()), own)
-
-
-def upright_size(path: Path) -> tuple[int, int]:
-    """(height, width) of the image after EXIF orientation; only its header is read.
-
-    Raises:
-        ConfigurationError: missing or no image; the message holds its name.
-    """
-    try:
-        with Image.open(path) as image:
-            # Of a PNG, image.getexif() would decode every pixel.
-            orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
-            return image.size if orientation in SIDEWAYS else image.size[::-1]
-    except FileNotFoundError:
-        raise ConfigurationError(f"{path}: missing") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ConfigurationError(f"{path}: not a readable image ({error})") from None
 
 
 # ---- Reading --------------------------------------------------------------------------------------------------------
@@ -264,7 +247,7 @@ def _checked_images(listing: Listing, folder: Path | None) -> tuple[list[Annotat
 def _checked(source: Path, folder: Path, listed: Listed) -> tuple[AnnotatedImage | None, list[Problem]]:
     path = folder / listed.file
     try:
-        height, width = upright_size(path)
+        height, width = read_size(path)
     except ConfigurationError as error:
         return None, [Problem(Fault.FILE, f"{source}: {listed.where}: {error}")]
     problems = []
@@ -280,8 +263,13 @@ def _checked(source: Path, folder: Path, listed: Listed) -> tuple[AnnotatedImage
     ]
     classes = np.array([annotation.label for annotation in listed.annotations], np.int64)[kept]
     crowd = np.array([annotation.crowd for annotation in listed.annotations], bool)[kept]
-    described = listed.caption, listed.phrases
-    return AnnotatedImage(listed.id, path, height, width, boxes[kept], classes, crowd, *described), problems
+    own = (boxes[:, 2:] - boxes[:, :2]).astype(np.float64).prod(axis=1)
+    areas = np.array([each.area for each in listed.annotations], np.float64)  # None becomes NaN
+    areas = np.where(np.isfinite(areas), areas, own)[kept]
+    image = AnnotatedImage(
+        listed.id, path, height, width, boxes[kept], classes, crowd, areas, listed.caption, listed.phrases
+    )
+    return image, problems
 
 
 def _fitted(

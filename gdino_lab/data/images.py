@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from gdino_lab.errors import ConfigurationError
 
 # Channel statistics of the published Grounding DINO checkpoints (ImageNet).
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
+# EXIF orientations that lay the image on its side.
+SIDEWAYS = (5, 6, 7, 8)
 SIXTEEN_BIT = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
 
@@ -33,6 +36,25 @@ def read_rgb(path: Path) -> Image.Image:
             if image.mode == "P" and "transparency" in image.info:
                 image = image.convert("RGBA")
             return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ConfigurationError(f"{path}: not a readable image ({error})") from None
+
+
+def read_size(path: Path) -> tuple[int, int]:
+    """(height, width) of the image after EXIF orientation; only its header is read.
+
+    Raises:
+        ConfigurationError: missing or no image; the message holds its name.
+    """
+    try:
+        with Image.open(path) as image:
+            # Of a PNG, image.getexif() would decode every pixel.
+            orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
+            # Pillow turns a TIFF by itself.
+            sideways = orientation in SIDEWAYS and image.format != "TIFF"
+            return image.size if sideways else image.size[::-1]
+    except FileNotFoundError:
+        raise ConfigurationError(f"{path}: missing") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ConfigurationError(f"{path}: not a readable image ({error})") from None
 
@@ -59,6 +81,15 @@ def fitted_size(height: int, width: int, shortest: int, longest: int) -> tuple[i
     """(height, width) after scaling so that the short side is `shortest` unless the long one would pass `longest`."""
     scale = min(shortest / min(height, width), longest / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))
+
+
+def worst_size(sizes: Iterable[tuple[int, int]], shortest: int, longest: int, batch: int) -> tuple[int, int]:
+    """(height, width) of the largest input that a batch of images of `sizes` (height, width) can need: of one image the
+    one with most pixels, of several the tallest and the widest padded together."""
+    fitted = {fitted_size(height, width, shortest, longest) for height, width in set(sizes)}
+    if batch == 1:
+        return max(fitted, key=lambda size: size[0] * size[1])
+    return max(height for height, _ in fitted), max(width for _, width in fitted)
 
 
 def resize(image: Image.Image, shortest: int, longest: int) -> np.ndarray:

@@ -7,6 +7,7 @@ decoder layer, the final one last), B images, Q queries, L prompt tokens, T boxe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,8 @@ from gdino_lab.losses.boxes import corners, generalised_iou
 
 GAMMA = 2.0
 TERMS = ("class", "box", "giou")
+# Pairs queries and boxes, given costs (S, B, Q, T) and the boxes of each image; see `least_cost`.
+Assign = Callable[[Tensor, Sequence[int]], Tensor]
 # Stands for a cost that is not finite: such a pair is matched only where nothing else is left.
 PROHIBITIVE = 1e6
 
@@ -47,7 +50,13 @@ class Weights:
 
 
 def detection_losses(
-    logits: Tensor, boxes: Tensor, text_mask: Tensor, targets: Targets, normaliser: float, weights: Weights
+    logits: Tensor,
+    boxes: Tensor,
+    text_mask: Tensor,
+    targets: Targets,
+    normaliser: float,
+    weights: Weights,
+    assign: Assign | None = None,
 ) -> dict[str, Tensor]:
     """The weighted terms, each a sum over boxes (class: over queries and tokens) divided by `normaliser`.
 
@@ -57,12 +66,13 @@ def detection_losses(
         text_mask: (B, L) bool, False for padding.
         normaliser: boxes that the sums are divided by: those of the whole effective batch, as a mean over its passes,
             so that micro-batches add up to the batch.
+        assign: what pairs queries and boxes, by default `least_cost`.
 
     Returns:
         class, box and giou of the final layer; class_0, ... of the auxiliary layers; class_enc, ... of the encoder.
     """
     logits, boxes = _at_least_fp32(logits), _at_least_fp32(boxes)
-    image, query, box = match(logits.detach(), boxes.detach(), targets, weights)
+    image, query, box = match(logits.detach(), boxes.detach(), targets, weights, assign)
     positive = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     terms: dict[str, Tensor] = {}
     for number, name in enumerate(set_names(len(logits))):
@@ -85,7 +95,9 @@ def set_names(sets: int) -> list[str]:
 
 
 @torch.no_grad()
-def match(logits: Tensor, boxes: Tensor, targets: Targets, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+def match(
+    logits: Tensor, boxes: Tensor, targets: Targets, weights: Weights, assign: Assign | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Assign queries to boxes one to one at the least total cost (Carion et al. 2020), for every set at once.
 
     The costs of all sets and images cross to the host in a single transfer, the assignment comes back in one.
@@ -94,11 +106,17 @@ def match(logits: Tensor, boxes: Tensor, targets: Targets, weights: Weights) -> 
         image, query and box, each (S, M) int64 on the logits' device, M = sum over images of min(Q, boxes).
     """
     costs = match_costs(logits, boxes, targets, weights).nan_to_num(PROHIBITIVE, PROHIBITIVE, PROHIBITIVE)
+    image, query, box = (assign or least_cost)(costs, targets.counts).to(logits.device, non_blocking=True).unbind(1)
+    return image, query, box
+
+
+def least_cost(costs: Tensor, counts: Sequence[int]) -> Tensor:
+    """(S, 3, M) int64 on the host: image, query and box of every pair, from costs (S, B, Q, T)."""
     found = []
     for per_image in costs.cpu().numpy():
         pairs = [
             (index, *linear_sum_assignment(cost[:, :count]))
-            for index, (cost, count) in enumerate(zip(per_image, targets.counts, strict=True))
+            for index, (cost, count) in enumerate(zip(per_image, counts, strict=True))
         ]
         found.append(
             [
@@ -107,8 +125,7 @@ def match(logits: Tensor, boxes: Tensor, targets: Targets, weights: Weights) -> 
                 np.concatenate([chosen for _, _, chosen in pairs]),
             ]
         )
-    image, query, box = torch.from_numpy(np.array(found, np.int64)).to(logits.device, non_blocking=True).unbind(1)
-    return image, query, box
+    return torch.from_numpy(np.array(found, np.int64))
 
 
 def match_costs(logits: Tensor, boxes: Tensor, targets: Targets, weights: Weights) -> Tensor:

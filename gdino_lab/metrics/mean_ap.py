@@ -15,12 +15,13 @@ class Truth:
     """The objects of an image: N boxes.
 
     Attributes:
-        boxes: (N, 4), xyxy in pixels; a box's area is what makes it small (up to 32 x 32), medium or large (from
-            96 x 96).
+        boxes: (N, 4), xyxy in pixels.
         classes: (N,) int, positions in the list of names.
         crowd: (N,) bool, True for a region that holds several objects: detections in it count neither way.
         height: of the image, in pixels.
         width: of the image, in pixels.
+        areas: (N,) of the objects, in pixels, which makes them small (up to 32 x 32), medium or large (from 96 x 96);
+            None: their boxes'.
     """
 
     boxes: np.ndarray
@@ -28,6 +29,7 @@ class Truth:
     crowd: np.ndarray
     height: int
     width: int
+    areas: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,13 @@ def _annotations(images: Sequence[Truth] | Sequence[Detections]) -> list[dict]:
         boxes = np.asarray(image.boxes, dtype=np.float64).reshape(-1, 4)
         sizes = boxes[:, 2:] - boxes[:, :2]
         key, values = ("iscrowd", image.crowd) if isinstance(image, Truth) else ("score", image.scores)
-        for corner, size, c, value in zip(boxes[:, :2].tolist(), sizes.tolist(), image.classes, values, strict=True):
+        areas = getattr(image, "areas", None)
+        areas = sizes.prod(axis=1) if areas is None else areas
+        for corner, size, area, c, value in zip(
+            boxes[:, :2].tolist(), sizes.tolist(), areas, image.classes, values, strict=True
+        ):
             row = {"id": len(rows) + 1, "image_id": i, "category_id": int(c), key: float(value)}
-            rows.append(row | {"bbox": [*corner, *size], "area": size[0] * size[1]})
+            rows.append(row | {"bbox": [*corner, *size], "area": float(area)})
     return rows
 
 

@@ -83,6 +83,15 @@ def build(
     return model, build_processor(pretrained)
 
 
+def skeleton(architecture: str, pretrained: str | None = None, config: dict[str, Any] | None = None) -> PreTrainedModel:
+    """The detector without weights, on torch's default device: by a local folder's configuration, else by `config`,
+    which describes the published weights too."""
+    config_class, model_class = ARCHITECTURES[architecture]
+    if pretrained is not None and Path(pretrained).is_dir():
+        return model_class(config_class.from_pretrained(pretrained))
+    return model_class(config_class(**config or {}))
+
+
 def build_processor(pretrained: str | None = None, **_: Any) -> GroundingDinoProcessor:
     """The processor that belongs to `build(pretrained=...)`; a node's other arguments do not matter to it.
 

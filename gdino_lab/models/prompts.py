@@ -93,7 +93,7 @@ class Vocabulary:
     def overflow(self) -> str | None:
         """The name at which a prompt of all classes outgrows the model, or None where it fits."""
         used = 2 + np.cumsum([len(tokens) + 1 for tokens in self.tokens])
-        return None if used[-1] <= MAX_TOKENS else self.names[int(np.argmax(used > MAX_TOKENS))]
+        return None if not len(used) or used[-1] <= MAX_TOKENS else self.names[int(np.argmax(used > MAX_TOKENS))]
 
     def chunks(self) -> list[list[int]]:
         """All classes in as few consecutive groups as have room in a prompt each."""
@@ -136,7 +136,7 @@ def caption_prompt(caption: str, phrases: Sequence[Spans], tokenizer: PreTrained
         phrases: the [start, end) character spans of each phrase.
 
     Raises:
-        ValueError: the caption has too many tokens, or a phrase has none.
+        ValueError: the caption has too many tokens, or a phrase has none, or reaches over the end of a sentence.
     """
     closed = caption if caption.rstrip().endswith((".", "?")) else f"{caption.rstrip()} ."
     encoded = tokenizer(closed, return_offsets_mapping=True)
@@ -153,6 +153,11 @@ def caption_prompt(caption: str, phrases: Sequence[Spans], tokenizer: PreTrained
     ]
     if () in spans:
         raise ValueError(f"phrase {spans.index(())} of the caption covers no token")
+    ends = [position for position, token in enumerate(ids) if token in DELIMITERS]
+    for number, phrase in enumerate(phrases):
+        for low, high in phrase:
+            if any(low <= offsets[end][0] < high - 1 for end in ends if offsets[end][0] < offsets[end][1]):
+                raise ValueError(f"phrase {number} of the caption, {caption[low:high]!r}, reaches over a '.' or '?'")
     return Prompt(tuple(ids), tuple(spans), tuple(range(len(phrases))))
 
 

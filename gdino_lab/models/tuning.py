@@ -130,8 +130,9 @@ class Lora:
 
 
 def one_group(module: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """Whatever moves, at one rate."""
-    return [{"params": [parameter for parameter in module.parameters() if parameter.requires_grad], "lr": lr}]
+    """Whatever moves, at one rate; no group where nothing does."""
+    moving = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [{"params": moving, "lr": lr}] if moving else []
 
 
 def _pattern_complaints(key: str, patterns: Iterable[str]) -> list[str]:

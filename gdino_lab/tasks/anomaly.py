@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from transformers import GroundingDinoProcessor, PreTrainedModel
 
 from gdino_lab.data.edits import Edited, edit
-from gdino_lab.data.images import pad_batch, read_rgb, resize, to_tensor
+from gdino_lab.data.images import pad_batch, read_rgb, read_size, resize, to_tensor, worst_size
 from gdino_lab.data.loco import FOLDERS, GOOD, LOGICAL, STRUCTURAL, LocoData, LocoImage
 from gdino_lab.data.parts import PartKinds
 from gdino_lab.errors import ConfigurationError
@@ -25,7 +25,7 @@ from gdino_lab.models.anomaly_detector import AnomalyDetector, kind_targets, lev
 from gdino_lab.models.export import Knowledge
 from gdino_lab.models.prompts import MAX_TOKENS, Prompt, Vocabulary, padded
 from gdino_lab.tasks.anomaly_predictor import AnomalyPredictor
-from gdino_lab.tasks.protocol import Batch, Evaluation, Outputs, Table
+from gdino_lab.tasks.protocol import Batch, Evaluation, Outputs, Table, Worst, blank_inputs
 
 EDITS = ("clean", "identity", "logical", "structural")
 TERMS = ("global", "top", "focal", "dice", "parts")
@@ -132,6 +132,22 @@ class AnomalyTask:
             "anomalous": torch.tensor([float(sample.anomalous) for sample in samples]),
             "seen_locally": torch.tensor([float(sample.kind != LOGICAL) for sample in samples]),
             "identity": [(sample.index, sample.category, sample.subset, sample.kind) for sample in samples],
+        }
+
+    def worst(self, images: int) -> Worst:
+        sizes = {read_size(image.path) for image in self.data.images("train")}
+        height, width = worst_size(sizes, self.data.shortest, self.data.longest, images)
+        return Worst(height, width, max(len(prompt.input_ids) for prompt in self.prompts.values()), boxes=0)
+
+    def blank_batch(self, images: int, worst: Worst) -> Batch:
+        nothing = torch.zeros(images, worst.height, worst.width)
+        return {
+            "inputs": blank_inputs(images, worst),
+            "changed": nothing,
+            "kinds": nothing.to(torch.uint8),
+            "anomalous": torch.ones(images),
+            "seen_locally": torch.ones(images),
+            "identity": [None] * images,
         }
 
     def count(self, batch: Batch) -> int:
@@ -252,7 +268,7 @@ class AnomalyTask:
             for name in BASELINES
         }
 
-    def tables(self, rows: dict[str, Evaluation]) -> list[Table]:
+    def tables(self, rows: dict[str, Evaluation], split: str | None = None) -> list[Table]:
         tuned = rows.get("tuned")
         lines = []
         for name, evaluation in rows.items():

@@ -15,17 +15,17 @@ from transformers import GroundingDinoProcessor, PreTrainedModel
 
 from gdino_lab.data.annotations import AnnotatedImage
 from gdino_lab.data.detection import AnnotatedSet, DetectionData, read_set
-from gdino_lab.data.images import pad_batch, read_rgb, to_tensor
+from gdino_lab.data.images import pad_batch, read_rgb, to_tensor, worst_size
 from gdino_lab.data.transforms import Augment, mentions_a_side, resize
 from gdino_lab.errors import ConfigurationError, nearest
 from gdino_lab.losses.boxes import centred
-from gdino_lab.losses.detection import TERMS, Targets, Weights, detection_losses
+from gdino_lab.losses.detection import TERMS, Targets, Weights, detection_losses, least_cost
 from gdino_lab.metrics.mean_ap import Truth, mean_ap
 from gdino_lab.models.box_detector import BoxDetector
 from gdino_lab.models.export import Knowledge
 from gdino_lab.models.prompts import MAX_TOKENS, Prompt, Vocabulary, caption_prompt, padded
 from gdino_lab.tasks.box_predictor import BoxPredictor, class_tokens, found_boxes, merge
-from gdino_lab.tasks.protocol import Batch, Evaluation, Outputs, Table
+from gdino_lab.tasks.protocol import Batch, Evaluation, Outputs, Table, Worst, blank_inputs
 
 TRAIN, VALIDATION, GUARD = "train", "val", "guard"
 MOST_COMPLAINTS = 20
@@ -65,7 +65,6 @@ class DetectionTask:
     """
 
     selection_name = "COCO AP on the validation split"
-    splits = (VALIDATION, TRAIN, GUARD)
     data_class, data_choices = DetectionData, "coco, odvg or synthetic_detection"
 
     def __init__(
@@ -107,13 +106,20 @@ class DetectionTask:
         self.max_detections = max_detections
         self.guard, self.guard_images = guard and Path(guard), guard_images and Path(guard_images)
         self.seed = seed
+        self.assign = least_cost
 
     # --- data ---
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return (VALIDATION, TRAIN, *([GUARD] if self.guard else []))
 
     def check(self, data: DetectionData, processor: GroundingDinoProcessor) -> list[str]:
         self.bind(data, processor)
         complaints = []
-        for image in data.images(TRAIN):
+        # Where one prompt asks for all classes, `overflow` below says all there is to say.
+        special = [image for image in data.images(TRAIN) if image.caption is not None or self.chunk_classes]
+        for image in special:
             try:
                 self.training_prompt(image, np.random.default_rng(0))
             except ValueError as error:
@@ -138,6 +144,8 @@ class DetectionTask:
         self.guard_set: AnnotatedSet | None = None
         if self.guard:
             self.guard_set = read_set(self.guard, self.guard_images, data.strict)
+            if any(image.caption is not None for image in self.guard_set.images) or not self.guard_set.names:
+                raise ConfigurationError(f"task.guard={self.guard}: needs boxes of classes, mAP is not defined on captions")
             self.vocabularies[GUARD] = Vocabulary(self.guard_set.names, self.tokenizer, "task.guard")
 
     def training_prompt(self, image: AnnotatedImage, rng: np.random.Generator) -> Prompt:
@@ -188,6 +196,29 @@ class DetectionTask:
             "identity": [(sample.index, sample.prompt.classes, sample.size) for sample in samples],
         }
 
+    def worst(self, images: int) -> Worst:
+        known = self.data.images(TRAIN)
+        sizes = ((image.height, image.width) for image in known)
+        height, width = worst_size(sizes, self.data.shortest, self.data.longest, images)
+        rng = np.random.default_rng(0)
+        captioned = (image for image in known if image.caption is not None)
+        lengths = [len(self.training_prompt(image, rng).input_ids) for image in captioned]
+        chunks = self.vocabulary(TRAIN).chunks()
+        lengths.append(max(len(self.vocabulary(TRAIN).prompt(chunk).input_ids) for chunk in chunks))
+        if self.chunk_classes and len(chunks) > 1:
+            lengths.append(MAX_TOKENS)
+        return Worst(height, width, max(lengths), max(int((~image.crowd).sum()) for image in known))
+
+    def blank_batch(self, images: int, worst: Worst) -> Batch:
+        tokens = torch.zeros(images, worst.boxes, worst.tokens, dtype=torch.bool)
+        tokens[..., 1] = True
+        return {
+            "inputs": blank_inputs(images, worst),
+            "boxes": torch.full((images, worst.boxes, 4), 0.5),
+            "tokens": tokens,
+            "counts": (worst.boxes,) * images,
+        }
+
     # --- loss ---
 
     def count(self, batch: Batch) -> int:
@@ -196,7 +227,7 @@ class DetectionTask:
     def losses(self, outputs: Outputs, batch: Batch, count: float) -> dict[str, Tensor]:
         targets = Targets(batch["boxes"], batch["tokens"], batch["counts"])
         return detection_losses(
-            outputs["logits"], outputs["boxes"], outputs["text_mask"], targets, count, self.weights
+            outputs["logits"], outputs["boxes"], outputs["text_mask"], targets, count, self.weights, self.assign
         )
 
     # --- scores ---
@@ -220,7 +251,7 @@ class DetectionTask:
                 self.vocabulary(part).names,
                 self.max_detections,
             )
-            prefix = "guard/" if part == GUARD else ""
+            prefix = "guard/" if split is None and part == GUARD else ""
             metrics |= {prefix + name: value for name, value in found.items()}
         return Evaluation(metrics, metrics.get("ap"))
 
@@ -250,28 +281,31 @@ class DetectionTask:
     def baselines(self) -> dict[str, Evaluation]:
         return {}
 
-    def tables(self, rows: dict[str, Evaluation]) -> list[Table]:
-        first = next(iter(rows.values())).metrics
-        columns = dict(HEADLINES) | ({"guard/ap": "guard AP"} if "guard/ap" in first else {})
+    def tables(self, rows: dict[str, Evaluation], split: str | None = None) -> list[Table]:
+        guarded = split is None and self.guard_set is not None
+        columns = dict(HEADLINES) | ({"guard/ap": "guard AP"} if guarded else {})
+        note = "AP: mean over IoU 0.50 to 0.95; small, medium, large: objects below 32², 96² pixels, and above."
+        if split is None:
+            note += "\nThe best checkpoint is chosen by AP on this same split: keep images apart to judge it by."
         summary = Table(
-            "COCO AP on the validation split, %",
+            f"COCO AP on the {split or VALIDATION} split, %",
             ["", *columns.values()],
-            [[name, *(percent(row.metrics.get(key)) for key in columns)] for name, row in rows.items()],
-            "AP: mean over IoU 0.50 to 0.95; small, medium, large: boxes below 32², 96² pixels, and above.\n"
-            "The best checkpoint is chosen by AP on this same split: keep images apart to judge it by.",
+            [[name, *(percent(row.metrics[key]) for key in columns)] for name, row in rows.items()],
+            note,
         )
-        per_class = Table(
-            "AP by class, %",
-            ["", *(f"{name} {title}" for title in ("AP", "AP50") for name in rows)],
+        parts = {"": split or VALIDATION} | ({"guard/": GUARD} if guarded else {})
+        return [summary, *(self._by_class(rows, prefix, part) for prefix, part in parts.items())]
+
+    def _by_class(self, rows: dict[str, Evaluation], prefix: str, split: str) -> Table:
+        columns = [(key, name) for key in ("ap", "ap50") for name in rows]
+        return Table(
+            f"AP by class on the {split} split, %",
+            ["", *(f"{name} {HEADLINES[key]}" for key, name in columns)],
             [
-                [
-                    str(name),
-                    *(percent(row.metrics.get(f"{key}/{name}")) for key in ("ap", "ap50") for row in rows.values()),
-                ]
-                for name in self.vocabulary(VALIDATION).names
+                [each, *(percent(rows[name].metrics[f"{prefix}{key}/{each}"]) for key, name in columns)]
+                for each in self.vocabulary(split).names
             ],
         )
-        return [summary, per_class]
 
 
 class TrainingImages(Dataset):
@@ -309,7 +343,8 @@ class EvaluationImages(Dataset):
         self.entries = [
             (split, image, chunk)
             for split in splits
-            for image in range(len(task.images(split)))
+            for image, known in enumerate(task.images(split))
+            if known.caption is None  # mAP is not defined on captions
             for chunk in range(len(self.prompts[split]))
         ]
 
@@ -333,7 +368,7 @@ def _sample(
 
 
 def truth_of(image: AnnotatedImage) -> Truth:
-    return Truth(image.boxes, image.classes, image.crowd, image.height, image.width)
+    return Truth(image.boxes, image.classes, image.crowd, image.height, image.width, image.areas)
 
 
 def percent(value: float | None) -> str:
@@ -341,6 +376,8 @@ def percent(value: float | None) -> str:
 
 
 def _weight_complaints(key: str, weights: Mapping[str, float]) -> list[str]:
+    if odd := [name for name, value in weights.items() if not isinstance(value, (int, float))]:
+        return [f"{key}.{name}={weights[name]}: allowed is a number of 0 or more" for name in odd]
     complaints = [f"{key}.{name}: allowed are {', '.join(TERMS)}.{nearest(name, TERMS)}" for name in weights if name not in TERMS]
     complaints += [f"{key}.{term} is missing" for term in TERMS if term not in weights]
     return complaints + [f"{key}.{name}={value}: allowed is 0 or more" for name, value in weights.items() if value < 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -31,6 +32,16 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Worst:
+    """Size of the padded images, pixels; tokens of the longest prompt; most boxes an image."""
+
+    height: int
+    width: int
+    tokens: int
+    boxes: int
+
+
+@dataclass(frozen=True)
 class Table:
     """For people: a title, column names, rows of cells, and a line on how to read it."""
 
@@ -38,6 +49,19 @@ class Table:
     columns: list[str]
     rows: list[list[str]] = field(default_factory=list)
     note: str = ""
+
+
+def blank_inputs(images: int, worst: Worst) -> dict[str, Tensor]:
+    """The module's inputs for `images` black images of a size and a prompt of one word repeated."""
+    ids = torch.full((images, worst.tokens), 1200)
+    ids[:, 0], ids[:, -2], ids[:, -1] = 101, 1012, 102
+    return {
+        "pixel_values": torch.zeros(images, 3, worst.height, worst.width),
+        "pixel_mask": torch.ones(images, worst.height, worst.width, dtype=torch.int64),
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": torch.zeros_like(ids),
+    }
 
 
 class Predictor(Protocol):
@@ -66,7 +90,7 @@ class Task(Protocol):
     selection_name: str
     """What Evaluation.selection is, in words."""
     splits: tuple[str, ...]
-    """What `eval` can be asked for."""
+    """What `eval` can be asked for, the usual one first."""
     data_class: type
     """What `data` must be; `data_choices` says in words which choices are."""
     data_choices: str
@@ -91,6 +115,12 @@ class Task(Protocol):
 
     def collate(self, samples: list[Any]) -> Batch:
         """`inputs` holds the keyword arguments of the module's forward; the other keys are targets and identities."""
+
+    def worst(self, images: int) -> Worst:
+        """The most that a training batch of `images` can hold."""
+
+    def blank_batch(self, images: int, worst: Worst) -> Batch:
+        """A batch of that shape with nothing in it; needs no data, so it may come before `bind`."""
 
     def count(self, batch: Batch) -> int:
         """What the loss is a mean of: images, or boxes."""
@@ -124,5 +154,6 @@ class Task(Protocol):
     def baselines(self) -> dict[str, Evaluation]:
         """Trivial scorers on the same data, by name."""
 
-    def tables(self, rows: dict[str, Evaluation]) -> list[Table]:
-        """Evaluations side by side, the headline first; the row "tuned" is compared with the others."""
+    def tables(self, rows: dict[str, Evaluation], split: str | None = None) -> list[Table]:
+        """Evaluations of `evaluation_set(split)` side by side, the headline first; the row "tuned" is compared with the
+        others."""

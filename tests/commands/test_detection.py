@@ -25,6 +25,7 @@ TINY = [
     "train.effective_batch=4", "data.image_size=[48,64]",
 ]  # fmt: skip
 DRAWN = [*TINY, "data.canvas=[48,64]", "data.counts={train: 8, val: 5}"]
+MM = "model.architecture=mm_grounding_dino"
 # In this process's stead: a rank of a launcher, which loads everything once.
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
 
@@ -68,6 +69,26 @@ def test_eval_gives_the_runs_own_numbers(finished: Path, place: Path):
     found = read_json(finished / "eval_val.json")["metrics"]
     expected = read_json(finished / "summary.json")["metrics"]
     assert found == {name: pytest.approx(value, abs=1e-6) for name, value in expected.items() if "guard" not in name}
+
+
+def test_eval_of_the_guard_has_its_own_classes(finished: Path, place: Path):
+    ended = gdino(place, "eval", "run=finished", "split=guard").assert_done()
+    assert "on the guard split" in ended.out and "cat" in ended.out and "washer" not in ended.out
+    found = read_json(finished / "eval_guard.json")["metrics"]
+    summary = read_json(finished / "summary.json")["metrics"]
+    assert {f"guard/{name}": value for name, value in found.items()} == {
+        name: pytest.approx(value) for name, value in summary.items() if name.startswith("guard/")
+    }
+
+
+def test_predict_tells_a_broken_image_and_goes_on(finished: Path, place: Path, tmp_path: Path):
+    Image.new("L", (40, 30)).save(tmp_path / "gray.webp")
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    (tmp_path / "notes.txt").write_text("nor this")
+    gdino(place, "predict", "run=finished", f"images={tmp_path}/*", f"out={tmp_path / 'out'}").assert_done()
+    rows = {Path(row["image"]).name: row for row in read_json(tmp_path / "out" / "predictions.json")}
+    assert rows.keys() == {"gray.webp", "broken.png"}
+    assert "not a readable image" in rows["broken.png"]["error"] and (tmp_path / "out" / "gray.png").exists()
 
 
 def test_blend_goes_from_the_start_to_the_tuned_weights(finished: Path, place: Path):
@@ -177,7 +198,9 @@ def files(train: str, val: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["coco", "odvg", "negatives"])
 def test_every_kind_of_file_trains_and_evaluates(tmp_path: Path, kind: str):
-    words = [*TINY, *files_of(kind, tmp_path / "set"), "run_dir=run"]
+    # MM Grounding DINO has parameters without a dimension, which DeepSpeed cannot broadcast.
+    other = {"coco": [], "odvg": [MM], "negatives": [MM, "zero=stage3"]}
+    words = [*TINY, *files_of(kind, tmp_path / "set"), *other[kind], "run_dir=run"]
     gdino(tmp_path, "train", *words, MASTER_PORT="29612", **ALONE).assert_done()
     steps = read_metrics(tmp_path / "run", "step")
     assert len(steps) == 3 and all(math.isfinite(row["loss"]) and row["loss/class"] > 0 for row in steps)
@@ -186,5 +209,8 @@ def test_every_kind_of_file_trains_and_evaluates(tmp_path: Path, kind: str):
         assert untuned["ap"] is None and all(row["loss/box"] == row["loss/giou"] == 0 for row in steps)
     else:
         assert untuned["ap"] is not None and steps[0]["loss/box"] > 0
+    model, report = AutoModelForZeroShotObjectDetection.from_pretrained(tmp_path / "run" / "model", output_loading_info=True)
+    assert not any(report.values()), report
+    assert model.config.model_type == ("grounding-dino" if kind == "coco" else "mm-grounding-dino")
 
 

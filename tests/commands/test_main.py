@@ -74,12 +74,17 @@ def test_unknown_command_lists_the_commands(call):
         (["+model.config.d_modl=32"], "Did you mean 'd_model'?"),
         (["+tuning.rank=3"], "tuning.rank"),
         (["optimizer._target_=os.system"], "optimizer._target_=os.system"),
+        (["tuning.freeze=[nonsense]"], "'nonsense' is found in no parameter's name"),
+        (["tuning.lr_factors={nonsense: 0.1}"], "tuning.lr_factors: 'nonsense' is found"),
+        (["tuning=lora", "tuning.target_modules=[qeury]"], "Did you mean 'query'?"),
+        (["task=detection", "tuning=frozen"], "leaves no parameter to train"),
+        (["task=detection", "task.loss_weights.class=x"], "task.loss_weights.class=x: allowed is a number"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refusal_is_one_message_and_leaves_nothing(call, tmp_path: Path, words, said):
     set_words = ["data.counts={train: 12, validation: 4, test_good: 4, test_logical: 4, test_structural: 4}"]
-    if words[0].startswith("data=mvtec") or "data=synthetic_detection" in words:
+    if words[0].startswith("data=mvtec") or {"data=synthetic_detection", "task=detection"} & set(words):
         set_words = []
     code, out, err = call("train", *set_words, *words)
     assert code == 2, out + err

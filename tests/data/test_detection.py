@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gdino_lab.data.annotations import Annotation, Fault
-from gdino_lab.data.detection import MOST_COMPLAINTS, TOLERANCE, DetectionData, _fitted, read_set, upright_size
+from gdino_lab.data.detection import MOST_COMPLAINTS, TOLERANCE, DetectionData, _fitted, read_set
+from gdino_lab.data.images import read_rgb, read_size
 from gdino_lab.errors import ConfigurationError
 
 ORIENTATION = 0x0112  # EXIF tag
@@ -253,14 +254,15 @@ def test_a_pixel_beyond_the_edge_is_clipped_without_a_word(root, beyond):
 # ---- Files ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ["jpg", "png"])
+@pytest.mark.parametrize("format", ["jpg", "png", "tif", "webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_sizes_are_those_of_the_upright_image(tmp_path, format, orientation):
     tags = Image.Exif()
     tags[ORIENTATION] = orientation
     path = tmp_path / f"image.{format}"
     Image.new("RGB", (WIDTH, HEIGHT)).save(path, exif=tags)
-    assert upright_size(path) == ((HEIGHT, WIDTH) if orientation < 5 else (WIDTH, HEIGHT))
+    assert read_size(path) == ((HEIGHT, WIDTH) if orientation < 5 else (WIDTH, HEIGHT))
+    assert read_size(path) == read_rgb(path).size[::-1]
 
 
 def test_a_missing_file_or_folder_is_named(root, tmp_path):

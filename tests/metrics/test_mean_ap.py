@@ -37,8 +37,9 @@ def by_pycocotools(truths, detections, names) -> dict[str, float | None]:
 
     objects, found = [], []
     for i, (truth, detection) in enumerate(zip(truths, detections, strict=True)):
-        for box, c, crowd in zip(truth.boxes, truth.classes, truth.crowd, strict=True):
-            objects.append(row(i, box, c, iscrowd=int(crowd)))
+        for number, (box, c, crowd) in enumerate(zip(truth.boxes, truth.classes, truth.crowd, strict=True)):
+            recorded = {} if truth.areas is None else {"area": float(truth.areas[number])}
+            objects.append(row(i, box, c, iscrowd=int(crowd), **recorded))
         for box, c, score in zip(detection.boxes, detection.classes, detection.scores, strict=True):
             found.append(row(i, box, c, score=float(score)))
 
@@ -72,7 +73,10 @@ def random_set(seed: int, images: int, names: int, objects: int, found: int, tie
     for _ in range(images):
         count = rng.integers(objects + 1) * (rng.random() < 0.8)
         boxes, classes = random_boxes(rng, count), rng.integers(max(1, names - 1), size=count)  # the last has none
-        truths.append(Truth(boxes, classes, rng.random(count) < crowds, 300, 300))
+        # A segment has less area than its box, which moves objects from one size to another.
+        sides = boxes[:, 2:] - boxes[:, :2]
+        areas = None if rng.random() < 0.3 else sides.prod(axis=1) * rng.uniform(0.2, 1, count)
+        truths.append(Truth(boxes, classes, rng.random(count) < crowds, 300, 300, areas))
         count = rng.integers(found + 1) * (rng.random() < 0.8)
         near, guesses, kinds = rng.random(count) < 0.5, random_boxes(rng, count), rng.integers(names, size=count)
         if len(boxes):

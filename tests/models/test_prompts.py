@@ -127,7 +127,12 @@ def test_caption_spans_come_from_token_offsets():
 
 
 @pytest.mark.parametrize(
-    ("caption", "phrases", "said"), [("nut " * 300, [((0, 3),)], "tokens"), ("a . b", [((2, 3),)], "phrase 0")]
+    ("caption", "phrases", "said"),
+    [
+        ("nut " * 300, [((0, 3),)], "tokens"),
+        ("a . b", [((2, 3),)], "phrase 0"),
+        ("a st. bernard dog", [((0, 1),), ((2, 17),)], r"phrase 1 .*'st. bernard dog', reaches over"),
+    ],
 )
 def test_captions_that_cannot_be_prompts(caption, phrases, said):
     with pytest.raises(ValueError, match=said):

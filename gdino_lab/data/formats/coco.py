@@ -50,7 +50,10 @@ def parse_coco(text: str, source: Path) -> Listing:
         else:
             x, y, width, height = four_numbers(record["bbox"], "bbox", where)
             box = (x, y, x + width, y + height)
-            images[owner].annotations.append(Annotation(name, box, places[category], bool(crowd)))
+            area = record.get("area")
+            if area is not None and (isinstance(area, bool) or not isinstance(area, (int, float))):
+                raise ConfigurationError(f"{where}: area has to be a number, found {area!r}")
+            images[owner].annotations.append(Annotation(name, box, places[category], bool(crowd), area))
     return Listing(source, list(names.values()), list(images.values()), problems)
 
 
