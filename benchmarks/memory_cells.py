@@ -125,7 +125,9 @@ def measure_one(cell: dict) -> dict:
     found = {"before": before, "built": torch.cuda.memory_allocated()}
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
-        batch = to_device(run.task.blank_batch(settings.train.micro_batch, run.task.worst(settings.train.micro_batch)), run.device, run.dtype)
+        images = settings.train.micro_batch
+        batch = to_device(run.task.blank_batch(images, run.task.worst(images)), run.device, run.dtype)
+        batch["inputs"]["pixel_values"].normal_()  # black images give random weights gradients that are not finite
         found["start"] = torch.cuda.memory_allocated()
         outputs = run.engine(**batch["inputs"])
         found["peak_model"] = torch.cuda.max_memory_allocated()
@@ -141,6 +143,7 @@ def measure_one(cell: dict) -> dict:
         run.engine.step()
         found["peak_step"], found["after_step"] = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
         del batch
+    found["skipped"] = int(run.engine.skipped_steps)
     run.engine.destroy()
     return found
 

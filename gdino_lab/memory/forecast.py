@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gdino_lab.errors import ConfigurationError
 from gdino_lab.memory.states import Sizes, states
 from gdino_lab.memory.trace import Trace, trace_step
 from gdino_lab.models import grounding_dino
@@ -29,6 +30,8 @@ class Forecast:
 
     device: by term, of what is there at the peak; its sum is `peak`.
     host: by term.
+    resident: there from step to step, and while backward runs, however many images there are.
+    for_images: the batch and what forward and backward of it need at most.
     micro_batch: images that this is for.
     limit: bytes the device may take, None where that is unknown.
     """
@@ -36,6 +39,8 @@ class Forecast:
     device: dict[str, int]
     host: dict[str, int]
     peak: int
+    resident: int
+    for_images: int
     micro_batch: int
     limit: int | None
     worst: Worst
@@ -71,11 +76,21 @@ def forecast(settings: Settings, task: Task, worst: Worst, ranks: int, micro_bat
     resident = held.device | {"cuBLAS workspace": CUBLAS_WORKSPACE}
     batch = {"batch": input_bytes(settings, task.blank_batch(images, worst))}
     # The peak is in forward and backward, or while the optimizer steps.
-    computing = batch | {"activations": trace.after_forward, "workspace": trace.peak - trace.after_forward} | held.gradients
+    traced = batch | {"activations": trace.after_forward, "workspace": trace.peak - trace.after_forward}
+    computing = traced | held.gradients
     stepping = {"gradients": trace.gradients + held.gradients.get("gradients", 0), "optimizer step": held.step}
     at_peak = max((computing, stepping), key=lambda terms: sum(terms.values()))
     device = {name: resident.get(name, 0) + at_peak.get(name, 0) for name in (*resident, *at_peak)}
-    return Forecast(device, held.host, sum(device.values()), images, limit_of(settings), worst)
+    return Forecast(
+        device,
+        held.host,
+        sum(device.values()),
+        sum(resident.values()) + sum(held.gradients.values()),
+        sum(traced.values()),
+        images,
+        limit_of(settings),
+        worst,
+    )
 
 
 def count(settings: Settings, task: Task) -> Sizes:
@@ -128,3 +143,15 @@ def limit_of(settings: Settings) -> int | None:
     hardware = settings.hardware
     limits = [each for each in (hardware.memory_gib, hardware.memory_limit_gib) if each is not None]
     return int(min(limits) * 2**30) if limits else None
+
+
+def worst_of(settings: Settings, task: Task, data: Any) -> tuple[Worst, str | None]:
+    """The largest batch of the data, or where there are none yet the largest that the settings allow, and a word on it."""
+    try:
+        return task.worst(settings.train.micro_batch), None
+    except (ConfigurationError, AttributeError):
+        assumed = Worst(data.shortest, data.longest, tokens=64, boxes=50)
+        return assumed, (
+            f"The data are not there yet: images of {assumed.height}x{assumed.width}, prompts of {assumed.tokens} tokens and "
+            f"{assumed.boxes} boxes an image are assumed."
+        )

@@ -124,7 +124,7 @@ class _Meter(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].dtype == torch.bool or 1  # the model's own checks ask whether all is well
         result = func(*args, **(kwargs or {}))
-        extra = _workspace(func, args, result)
+        extra = _workspace(func, args)
         for tensor in _tensors(result):
             self._count(tensor)
         if self.live + extra > self.peak:
@@ -153,12 +153,24 @@ def _tensors(result: Any):
 
 
 def _rounded(size: int) -> int:
-    return -(-size // ROUNDING) * ROUNDING
+    return _up(size, ROUNDING)
 
 
-def _workspace(func: Any, args: tuple, result: Any) -> int:
-    """Bytes an operation uses inside itself on a GPU, beyond what it returns."""
+def _workspace(func: Any, args: tuple) -> int:
+    """Bytes that an operation uses inside itself on a GPU, beyond what it returns; rules read off an H200, operation by
+    operation. What takes less than a few MiB there is left out."""
+    if func is torch.ops.aten.sum.dim_IntList and args[0].ndim > 1 and 0 in args[1]:
+        # Columns are summed in two passes; the first leaves fp32 partial sums.
+        return min(2 * 4 * args[0].numel(), 132 * 2**20)
+    if func is torch.ops.aten._scaled_dot_product_efficient_attention_backward.default:
+        # fp32 accumulators for the gradients of key and value, and the products' row sums, in blocks of 64 rows.
+        batch, heads, rows, width = args[2].shape
+        return 4 * batch * heads * _up(rows, 64) * (2 * _up(width, 32) + 1)
     return 0
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 # What CUDA autocast does to each function (the lists in PyTorch's documentation of "CUDA Op-Specific Behavior").
@@ -166,6 +178,7 @@ LOWERED = {
     F.linear, torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm, torch.einsum, torch.Tensor.matmul,
     torch.Tensor.__matmul__, torch.Tensor.bmm, torch.Tensor.mm, F.conv2d, torch.conv2d, F.scaled_dot_product_attention,
 }  # fmt: skip
+PROMOTED = {F.grid_sample}  # to the widest dtype among its inputs
 RAISED = {
     F.softmax, torch.softmax, torch.Tensor.softmax, F.log_softmax, torch.Tensor.log_softmax, F.layer_norm,
     torch.layer_norm, F.group_norm, torch.group_norm, F.normalize, torch.exp, torch.log, torch.Tensor.exp,
@@ -192,6 +205,8 @@ class _AsOnCuda(TorchFunctionMode):
             args, kwargs = self._cast(args, self.low), self._cast(kwargs, self.low)
         elif self.low is not None and func in RAISED:
             args, kwargs = self._cast(args, torch.float32), self._cast(kwargs, torch.float32)
+        elif self.low is not None and func in PROMOTED and len({each.dtype for each in _tensors(args)}) > 1:
+            args = self._cast(args, torch.float32)
         if func is F.scaled_dot_product_attention:
             return _efficient_attention(*args, **kwargs)
         if func is F.dropout:

@@ -107,6 +107,15 @@ def build_processor(pretrained: str | None = None, **_: Any) -> GroundingDinoPro
         raise _cannot_load(pretrained, error) from None
 
 
+def any_processor(pretrained: str | None = None, **rest: Any) -> GroundingDinoProcessor:
+    """The processor that belongs to the model or, where it cannot be had, the shipped one: prompts come out about as
+    long."""
+    try:
+        return build_processor(pretrained, **rest)
+    except ConfigurationError:
+        return random_weights_processor()
+
+
 def _cannot_load(pretrained: str, error: Exception) -> ConfigurationError:
     return ConfigurationError(
         f"model.pretrained={pretrained}: cannot be loaded: {str(error).splitlines()[0]} "

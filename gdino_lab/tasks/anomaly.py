@@ -70,6 +70,7 @@ class AnomalyTask:
 
     selection_name = "AUROC of validation images against edits of validation images"
     splits = (TEST,)
+    smallest_scale = 1.0
     data_class, data_choices = LocoData, "synthetic_loco or mvtec_loco"
 
     def __init__(
@@ -96,12 +97,12 @@ class AnomalyTask:
         self.seed = seed
 
     def check(self, data: LocoData, processor: GroundingDinoProcessor) -> list[str]:
-        prompts_of(data, data.categories, processor)
+        self.data = data
+        self.prompts = prompts_of(data, data.categories, processor)
         return []
 
     def bind(self, data: LocoData, processor: GroundingDinoProcessor) -> None:
-        self.data = data
-        self.prompts = prompts_of(data, data.categories, processor)
+        self.check(data, processor)
         self.pad_id = processor.tokenizer.pad_token_id
         self.kinds = {
             category: PartKinds(

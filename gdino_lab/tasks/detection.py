@@ -107,6 +107,7 @@ class DetectionTask:
         self.guard, self.guard_images = guard and Path(guard), guard_images and Path(guard_images)
         self.seed = seed
         self.assign = least_cost
+        self.smallest_scale = self.augment.scales[0]
 
     # --- data ---
 

@@ -91,6 +91,8 @@ class Task(Protocol):
     """What Evaluation.selection is, in words."""
     splits: tuple[str, ...]
     """What `eval` can be asked for, the usual one first."""
+    smallest_scale: float
+    """Least that training images are scaled by, beyond `data.image_size`."""
     data_class: type
     """What `data` must be; `data_choices` says in words which choices are."""
     data_choices: str
@@ -117,7 +119,7 @@ class Task(Protocol):
         """`inputs` holds the keyword arguments of the module's forward; the other keys are targets and identities."""
 
     def worst(self, images: int) -> Worst:
-        """The most that a training batch of `images` can hold."""
+        """The most that a training batch of `images` can hold; after `check` or `bind`."""
 
     def blank_batch(self, images: int, worst: Worst) -> Batch:
         """A batch of that shape with nothing in it; needs no data, so it may come before `bind`."""

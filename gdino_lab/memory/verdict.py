@@ -1,0 +1,71 @@
+"""What a forecast means, in words: what dominates, whether ZeRO helps, whether it fits, how many images would."""
+
+from __future__ import annotations
+
+from gdino_lab.memory.forecast import CUBLAS_WORKSPACE, Forecast, count, forecast
+from gdino_lab.memory.states import Sizes, states
+from gdino_lab.plan import BYTES, bucket_elements, zero_stage
+from gdino_lab.settings import Settings
+from gdino_lab.tasks.protocol import Table, Task, Worst
+
+
+def table(found: Forecast) -> Table:
+    """Every term, GPU and host, of one rank; all ranks are alike."""
+    rows = [["GPU", name, gib(size)] for name, size in found.device.items() if size]
+    rows.append(["GPU", "peak", gib(found.peak)])
+    rows += [["host", name, gib(size)] for name, size in found.host.items() if size]
+    worst = found.worst
+    return Table(
+        f"Predicted memory of a rank, GiB, for {found.micro_batch} image(s) of {worst.height}x{worst.width}",
+        ["", "term", "GiB"],
+        rows,
+        f"The largest batch there can be: a prompt of {worst.tokens} tokens, {worst.boxes} boxes an image. What the peak "
+        "is made of when it is reached.",
+    )
+
+
+def words(settings: Settings, task: Task, found: Forecast, ranks: int) -> list[str]:
+    """The verdict, a sentence each."""
+    said = [f"{found.dominant()} dominate(s): {gib(found.device[found.dominant()])} of {gib(found.peak)} GiB."]
+    said.append(zero_verdict(settings, count(settings, task), ranks))
+    if found.limit is None:
+        said.append("hardware.memory_gib is not known, so whether it fits is not either.")
+        return said
+    spare = found.limit - found.peak
+    said.append(
+        f"It fits {gib(found.limit)} GiB with {gib(spare)} GiB to spare."
+        if spare >= 0
+        else f"It does NOT fit {gib(found.limit)} GiB: {gib(-spare)} GiB too much."
+    )
+    most = largest_micro_batch(settings, task, found, ranks)
+    said.append(f"The largest micro-batch that fits: {most}." if most else "Not even one image fits.")
+    return said
+
+
+def largest_micro_batch(settings: Settings, task: Task, found: Forecast, ranks: int) -> int:
+    """Images of the same size that fit the limit, from a second trace: what a batch takes grows with its images."""
+    more = forecast(settings, task, found.worst, ranks, micro_batch=2 * found.micro_batch)
+    each = (more.for_images - found.for_images) / found.micro_batch
+    return max(0, found.micro_batch + int((found.limit - found.resident - found.for_images) // each))
+
+
+def zero_verdict(settings: Settings, sizes: Sizes, ranks: int) -> str:
+    """Whether sharing the states would help, by the formulas alone."""
+    now, chosen = None, zero_stage(settings)
+    by_stage = {}
+    for stage in range(4):
+        offload = settings.offload.optimizer and stage > 0
+        held = states(
+            sizes, BYTES[settings.precision.weights], stage, ranks, offload, settings.offload.parameters and stage == 3,
+            bucket_elements(settings),
+        )  # fmt: skip
+        by_stage[stage] = sum(held.device.values()) + sum(held.gradients.values()) + CUBLAS_WORKSPACE
+        now = by_stage[stage] if stage == chosen else now
+    best = min(by_stage, key=by_stage.get)
+    if best == chosen or by_stage[best] > 0.95 * now:
+        return f"ZeRO-{chosen} is as good as any stage here, on {ranks} rank(s)."
+    return f"ZeRO-{best} would hold {gib(by_stage[best])} GiB of states instead of {gib(now)}, on {ranks} rank(s)."
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"

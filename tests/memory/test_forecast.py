@@ -1,0 +1,60 @@
+"""The forecast moves as memory does, and its verdict agrees with itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gdino_lab.memory import verdict
+from gdino_lab.memory.forecast import forecast
+from gdino_lab.settings import instantiate
+from gdino_lab.tasks.protocol import Worst
+from tests.conftest import composed
+
+WORST = Worst(128, 192, tokens=16, boxes=6)
+
+
+def found(*words: str, images: int = 4, task: str = "detection"):
+    settings = composed(f"task={task}", "hardware=rtx3090_single", "zero=stage0", "offload=none", *words)
+    made = instantiate(settings.task, seed=0)
+    return forecast(settings, made, WORST, 1, images), settings, made
+
+
+@pytest.mark.parametrize("task", ["detection", "anomaly"])
+def test_what_takes_less_is_said_to_take_less(task):
+    plain = found(task=task)[0]
+    assert plain.peak == sum(plain.device.values()) and plain.dominant() == "activations"
+    assert found("activations=recompute", task=task)[0].peak < plain.peak
+    assert found("precision=bf16_autocast", task=task)[0].peak < plain.peak
+    assert found("precision=bf16", task=task)[0].for_images < 0.6 * plain.for_images  # buckets outweigh a nano's states
+    assert found(task=task, images=8)[0].for_images == pytest.approx(2 * plain.for_images, rel=0.1)
+
+
+def test_offload_moves_bytes_to_the_host():
+    here, there = found("zero=stage2")[0], found("zero=stage2", "offload=optimizer")[0]
+    assert there.peak < here.peak and not here.host and sum(there.host.values()) > 0
+
+
+def test_the_limit_decides():
+    plain, settings, task = found()
+    assert plain.limit == 24 * 2**30 and plain.fits
+    assert not replace(plain, limit=plain.peak - 1).fits and replace(plain, limit=plain.peak).fits
+    assert replace(plain, limit=None).fits is None
+
+
+def test_the_largest_micro_batch_fits_and_one_more_does_not():
+    plain, settings, task = found()
+    tight = replace(plain, limit=int(2.7 * plain.peak))
+    most = verdict.largest_micro_batch(settings, task, tight, 1)
+    assert forecast(settings, task, WORST, 1, most).peak <= 1.02 * tight.limit
+    assert forecast(settings, task, WORST, 1, most + 2).peak > tight.limit
+
+
+def test_words_name_the_dominant_term_and_the_verdict():
+    plain, settings, task = found()
+    said = " ".join(verdict.words(settings, task, plain, 1))
+    assert "activations dominate" in said and "It fits 24.00 GiB" in said and "ZeRO-0 is as good as any" in said
+    said = " ".join(verdict.words(settings, task, replace(plain, limit=plain.peak // 2), 1))
+    assert "does NOT fit" in said
+    assert "Not even one image fits" in " ".join(verdict.words(settings, task, replace(plain, limit=2**20), 1))

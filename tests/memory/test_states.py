@@ -1,0 +1,52 @@
+"""Bytes a parameter of every way to hold states, as they were read off the allocator."""
+
+from __future__ import annotations
+
+import pytest
+
+from gdino_lab.memory.states import Sizes, states
+
+P, L, BUCKET = 1_000_000, 100_000, 1000
+SIZES = Sizes(P, P, L)
+
+
+def device(stage, weight_bytes=4, ranks=1, optimizer=False, parameters=False, sizes=SIZES):
+    return states(sizes, weight_bytes, stage, ranks, optimizer, parameters, BUCKET)
+
+
+@pytest.mark.parametrize(
+    ("stage", "weight_bytes", "ranks", "bytes_a_parameter"),
+    [
+        (0, 4, 1, 12), (0, 4, 2, 12),
+        (1, 4, 1, 16), (2, 4, 1, 16), (1, 2, 1, 14), (2, 2, 1, 14),
+        (2, 4, 2, 10), (2, 2, 4, 5),
+        (3, 4, 1, 20), (3, 2, 1, 16), (3, 4, 2, 10), (3, 2, 4, 4),
+    ],
+)  # fmt: skip
+def test_resident_bytes_a_parameter(stage, weight_bytes, ranks, bytes_a_parameter):
+    held = device(stage, weight_bytes, ranks).device
+    assert sum(held.values()) - held.get("buckets", 0) == bytes_a_parameter * P
+
+
+@pytest.mark.parametrize("weight_bytes", [2, 4])
+def test_optimizer_offload_leaves_weights_and_a_staging_buffer(weight_bytes):
+    held = device(2, weight_bytes, optimizer=True)
+    assert held.device == {"weights": weight_bytes * P, "offload staging": weight_bytes * L}
+    assert not held.traced_gradients and "gradients" not in held.gradients
+    assert sum(held.host.values()) == (16 + weight_bytes) * P
+
+
+def test_parameter_offload_moves_the_weights():
+    held = device(3, 4, 2, optimizer=True, parameters=True)
+    assert "weights" not in held.device and held.host["weights"] == 4 * P // 2
+
+
+def test_gradients_stay_where_the_stage_leaves_them():
+    assert device(0).traced_gradients and device(1).traced_gradients and not device(2).traced_gradients
+    assert device(2, 4, 2).gradients["gradients"] == 4 * P // 2
+    assert "gradients" in device(3).device
+
+
+def test_frozen_parameters_have_weights_only():
+    held = device(0, sizes=Sizes(P, P // 100, L)).device
+    assert held == {"weights": 4 * P, "optimizer": 8 * P // 100}
