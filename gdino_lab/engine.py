@@ -57,6 +57,23 @@ def give_scalars_a_dimension(module: nn.Module) -> set[str]:
     return names
 
 
+def discard(engine: Any) -> None:
+    """End an engine so that the next one finds its memory: DeepSpeed keeps a ZeRO-3 engine alive for ever, so what is
+    large is taken from it."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    engine.destroy()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    engine.basic_optimizer.state.clear()
+    engine.basic_optimizer.param_groups.clear()
+    if engine.zero_optimization_stage() == 3:
+        for parameter in engine.module.parameters():
+            parameter.__dict__.clear()  # its partition, among others
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+        engine.optimizer.parameter_offload.__dict__.clear()
+        engine.optimizer.__dict__.clear()
+
+
 def backward_and_step(engine: Any, loss: Tensor) -> None:
     """Backward of one micro-batch and, at the end of an accumulation, the optimizer's step."""
     engine.backward(loss)

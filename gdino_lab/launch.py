@@ -12,8 +12,9 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,17 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
-from gdino_lab import checkpoint, settings as settings_module
+from gdino_lab import checkpoint, postmortem, settings as settings_module
 from gdino_lab.errors import ConfigurationError
+from gdino_lab.memory.forecast import forecast
 from gdino_lab.models import grounding_dino
+from gdino_lab.models.anomaly_detector import level_sizes
 from gdino_lab.models.tuning import Tuning
 from gdino_lab.plan import Plan, make_plan
 from gdino_lab.run_folder import LOST_PEER, RunFolder, new_run_folder, write_json
 from gdino_lab.settings import Settings, instantiate
 from gdino_lab.tasks.protocol import Task
+from gdino_lab.watch import Heart, Watch
 
 log = logging.getLogger(__name__)
 
@@ -84,19 +88,8 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
     """
     complaints = device_complaints(settings) + tracker_complaints(settings)
     complaints += grounding_dino.check(**_arguments(settings.model))
-    made: dict[str, Any] = {}
-    for name, supplied in (("data", {}), ("task", {"seed": settings.train.seed}), ("tuning", {})):
-        try:
-            made[name] = instantiate(getattr(settings, name), **supplied)
-        except Exception as error:
-            complaints += _complaints_of(error)
-    data, task = made.get("data"), made.get("task")
-    if len(made) == 3 and not complaints:
-        complaints += tuning_complaints(settings, task, made["tuning"])
-    if data is not None and task is not None and not isinstance(data, task.data_class):
-        raise ConfigurationError(
-            [*complaints, f"data does not suit the task: {type(task).__name__} takes data={task.data_choices}"]
-        )
+    data, task, found = data_and_task(settings)
+    complaints += found
     plan = resume = None
     try:
         resume = checkpoint.find(settings.train.resume, Path("outputs/runs"))
@@ -118,20 +111,80 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
     for notice in task.check(data, grounding_dino.build_processor(**_arguments(settings.model))):
         print(notice, flush=True)
 
+    predicted = None
+    if settings.hardware.device == "cuda":
+        predicted = forecast(settings, task, task.worst(settings.train.micro_batch), world_size)
+
     folder = new_run_folder(asked, **settings_module.choices_of(settings))
     folder.rewind(0 if resume is None else checkpoint.step_of(resume))
     if resume is not None and not own:
         checkpoint.bring_best(resume, folder)
     write_config(settings, folder)
-    write_json(folder.plan, plan.as_dict())
+    write_json(folder.plan, plan.as_dict() | {"predicted": predicted and predicted.as_dict()})
     folder.write_status("running", pid=os.getpid(), host=socket.gethostname())
-    print("\n".join([f"run folder: {folder.path}", "plan:", *(f"  {line}" for line in plan.lines())]), flush=True)
+    lines = plan.lines()
+    if predicted is not None:
+        lines.append(f"peak memory = {predicted.peak / 2**30:.2f} GiB of a GPU  (predicted; `gdino-lab plan` shows its terms)")
+    print("\n".join([f"run folder: {folder.path}", "plan:", *(f"  {line}" for line in lines)]), flush=True)
     return {
         "settings": settings_module.as_dict(settings),
         "plan": plan.as_dict(),
         "folder": str(folder.path),
         "resume": None if resume is None else str(resume),
     }
+
+
+def data_and_task(settings: Settings) -> tuple[Any, Task | None, list[str]]:
+    """Both, as far as they can be made, and what there is to say about them and the tuning."""
+    complaints: list[str] = []
+    made: dict[str, Any] = {}
+    for name, supplied in (("data", {}), ("task", {"seed": settings.train.seed}), ("tuning", {})):
+        try:
+            made[name] = instantiate(getattr(settings, name), **supplied)
+        except Exception as error:
+            complaints += _complaints_of(error)
+    data, task = made.get("data"), made.get("task")
+    if data is not None and task is not None and not isinstance(data, task.data_class):
+        raise ConfigurationError(
+            [*complaints, f"data does not suit the task: {type(task).__name__} takes data={task.data_choices}"]
+        )
+    if not complaints:
+        complaints = tuning_complaints(settings, task, made["tuning"]) + size_complaints(settings, task, data)
+    return data, task, complaints
+
+
+def planned(settings: Settings) -> tuple[Task, Any, Plan, list[str]]:
+    """Task, data, plan and notices, on a machine that need not have the GPU, the weights or even the data.
+
+    Raises:
+        ConfigurationError: what would be refused on any machine.
+    """
+    data, task, complaints = data_and_task(settings)
+    if complaints:
+        raise ConfigurationError(complaints)
+    notices = []
+    try:
+        images = data.train_size()
+        task.check(data, grounding_dino.any_processor(**_arguments(settings.model)))
+    except ConfigurationError as error:
+        images = settings.train.effective_batch
+        notices = [f"{error.complaints[0]}: one step an epoch is assumed."]
+    return task, data, make_plan(settings, images, settings.hardware.devices), notices
+
+
+def size_complaints(settings: Settings, task: Task, data: Any) -> list[str]:
+    """Images so small that the encoder has fewer tokens than the decoder takes queries from them."""
+    with torch.device("meta"):
+        config = grounding_dino.skeleton(**_arguments(settings.model)).config
+    side = int(data.shortest * task.smallest_scale)
+    tokens = sum(height * width for height, width in level_sizes(config, side, side))
+    if tokens >= config.num_queries:
+        return []
+    scaled = f" x {task.smallest_scale} (task.augment.scales)" if task.smallest_scale < 1 else ""
+    return [
+        f"data.image_size: images of {data.shortest}{scaled} pixels a side give {tokens} tokens, fewer than the "
+        f"{config.num_queries} queries of this model; use larger images, or model=nano"
+    ]
 
 
 def tuning_complaints(settings: Settings, task: Task, tuning: Tuning) -> list[str]:
@@ -252,7 +305,8 @@ def join(settings: Settings, ranks: Ranks) -> int:
         raise ConfigurationError(complaints)
     if settings.hardware.device == "cuda":
         torch.cuda.set_device(ranks.local_rank)
-    start_distributed(settings.hardware.device)
+    with defaults_in_environment(patience_of_ranks(settings.train.hang_minutes)):
+        start_distributed(settings.hardware.device)
     message: list[Any] = [None, None]
     if ranks.rank == 0:
         try:
@@ -295,15 +349,22 @@ def spawn(job: dict[str, Any], devices: int) -> int:
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // devices)),
     }
-    with defaults_in_environment(variables), passing_signals_on() as asked:
+    variables |= patience_of_ranks(job["settings"]["train"]["hang_minutes"])
+    watch = Watch(folder, job["settings"])
+    with defaults_in_environment(variables), passing_signals_on() as asked, watch:
         try:
             codes = elastic_launch(config, run_rank)(job)
         except ChildFailedError as error:
             if asked and only_stopped(folder):
                 folder.write_status("interrupted", **_ending(INTERRUPTED, folder))
                 return INTERRUPTED
-            return post_mortem(folder, error)
+            return post_mortem(folder, error, watch.readings(), job["settings"])
     return max(codes.values())
+
+
+def patience_of_ranks(hang_minutes: float) -> dict[str, str]:
+    """A rank that waits for another is to wait until the watch has looked at both."""
+    return {"DEEPSPEED_TIMEOUT": str(int(hang_minutes) + 10)} if hang_minutes else {}
 
 
 @contextmanager
@@ -345,6 +406,8 @@ def run_rank(job: dict[str, Any], joined: bool = False) -> int:
     rank = int(os.environ["RANK"])
     stop = StopRequest()
     start_logging(folder, rank)
+    heart, oom_kills = Heart(folder, rank), postmortem.read_oom_kills()
+    watch = Watch(folder, job["settings"], partial(report_failure, folder)) if joined and rank == 0 else nullcontext()
     code = DONE
     try:
         # Late, so that the process that only starts ranks need not load it.
@@ -357,20 +420,22 @@ def run_rank(job: dict[str, Any], joined: bool = False) -> int:
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             start_distributed(settings.hardware.device)
         try:
-            trainer.train(settings, Plan(**job["plan"]), folder, job["resume"], stop)
+            with watch:
+                trainer.train(settings, Plan(**job["plan"]), folder, job["resume"], stop, heart.beat)
         except trainer.Interrupted:
             code = INTERRUPTED
         if rank == 0:
             folder.write_status(STATE_OF_EXIT[code], **_ending(code, folder))
         torch.distributed.destroy_process_group()
     except BaseException as error:
-        code = record_failure(error, folder, rank)
+        code = record_failure(error, folder, rank, job["settings"], oom_kills)
         if joined:
             report_failure(folder)
         # Not raised: the launcher shows the first failure of all ranks, and this traceback only once.
         sys.stdout.flush()
         os._exit(code)
     finally:
+        heart.stop()
         stop.restore()
     return code
 
@@ -427,68 +492,39 @@ def start_logging(folder: RunFolder, rank: int) -> None:
 # --- after it ended -------------------------------------------------------------------------------------------------
 
 
-def record_failure(error: BaseException, folder: RunFolder, rank: int) -> int:
-    """Leave what went wrong in ranks/rank_N.failure.json; returns the exit code."""
-    root = error
-    while root.__cause__ is not None:
-        root = root.__cause__
-    kind = kind_of(root)
-    log.error("rank %d failed: %s", rank, root)
+def record_failure(error: BaseException, folder: RunFolder, rank: int, settings: dict[str, Any], oom_kills: int | None) -> int:
+    """Leave what went wrong in ranks/rank_N.failure.json; returns the exit code.
+
+    Args:
+        oom_kills: postmortem.read_oom_kills() as it was when the rank began.
+    """
+    readings = postmortem.read_all(oom_kills, on_device=settings["hardware"]["device"] == "cuda")
+    found = postmortem.diagnose(error, readings, settings)
+    log.error("rank %d failed: %s", rank, found.cause)
+    told = found.kind == postmortem.REFUSED
+    write_failure(folder, rank, found, None if told else "".join(traceback.format_exception(error)))
+    if found.kind == LOST_PEER:
+        time.sleep(2)  # the rank that was lost is to be noticed first
+    return exit_code(found.kind)
+
+
+def write_failure(folder: RunFolder, rank: int, found: postmortem.Diagnosis, trace: str | None, when: float | None = None) -> None:
     write_json(
         folder.rank_failure(rank),
-        {
-            "time": time.time(),
-            "rank": rank,
-            "kind": kind,
-            "cause": cause_of(root),
-            "traceback": None if kind == "refused" else "".join(traceback.format_exception(error)),
-        },
+        {"time": when or time.time(), "rank": rank, **found.as_dict(), "traceback": trace},
     )
-    if kind == LOST_PEER:
-        time.sleep(2)  # the rank that was lost is to be noticed first
-    return OUT_OF_MEMORY if kind == "out_of_memory" else FAILED
 
 
-def cause_of(error: BaseException) -> str:
-    """One line. An error of a data process comes with that process's traceback: its last line says what it was."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if lines and "in DataLoader worker process" in lines[0]:
-        return lines[-1]
-    if isinstance(error, ConfigurationError):
-        return "; ".join(lines)
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+def exit_code(kind: str) -> int:
+    return OUT_OF_MEMORY if kind in postmortem.OUT_OF_MEMORY_KINDS else FAILED
 
 
-def kind_of(error: BaseException) -> str:
-    """refused, out_of_memory, lost_peer (the echo of another rank's end), or the exception's name."""
-    if isinstance(error, ConfigurationError):
-        return "refused"
-    # NCCL, cuBLAS and the host's allocator say it in their own words.
-    said = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in said):
-        return "out_of_memory"
-    lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    if isinstance(error, torch.distributed.DistError) or any(text in str(error) for text in lost):
-        return LOST_PEER
-    return type(error).__name__
-
-
-def post_mortem(folder: RunFolder, error: Any) -> int:
+def post_mortem(folder: RunFolder, error: Any, readings: postmortem.Readings, settings: dict[str, Any]) -> int:
     """Status and message after a rank died, from what the ranks left or, where it could not, from how it died."""
     first = min(error.failures.values(), key=lambda failure: failure.timestamp)
     if not folder.rank_failure(first.local_rank).exists():
-        killed = first.exitcode < 0
-        how = f"signal {-first.exitcode}" if killed else f"exit code {first.exitcode}"
-        write_json(
-            folder.rank_failure(first.local_rank),
-            {
-                "time": float(first.timestamp),
-                "rank": first.local_rank,
-                "kind": "killed" if killed else "died",
-                "cause": f"rank {first.local_rank} died by {how} without a word",
-                "traceback": None,
-            },
-        )
+        found = postmortem.diagnose_exit(first.exitcode, first.local_rank, readings, settings)
+        write_failure(folder, first.local_rank, found, None, float(first.timestamp))
     return report_failure(folder)
 
 
@@ -501,21 +537,16 @@ def only_stopped(folder: RunFolder) -> bool:
 def report_failure(folder: RunFolder) -> int:
     """Write the status of the first failure of all ranks and show its traceback; returns the exit code."""
     first = folder.failures()[0]
-    code = OUT_OF_MEMORY if first["kind"] == "out_of_memory" else FAILED
+    code = exit_code(first["kind"])
     where = f"rank {first['rank']}; details in {folder.rank_log(first['rank'])}"
-    cure = CURES.get(first["kind"], f"read {folder.log}")
-    folder.write_status(STATE_OF_EXIT[code], cause=first["cause"], where=where, kind=first["kind"], to_try=cure)
+    cure = first["to_try"] or f"read {folder.log}"
+    folder.write_status(
+        STATE_OF_EXIT[code], cause=first["cause"], where=where, kind=first["kind"], to_try=cure, figures=first["figures"]
+    )
     if first["traceback"]:
         print(first["traceback"], file=sys.stderr)
     print(f"gdino-lab: {first['cause']}\n  where: {where}\n  try: {cure}", file=sys.stderr, flush=True)
     return code
-
-
-CURES = {
-    "out_of_memory": "train.micro_batch=1, activations=recompute, offload=optimizer with zero=stage2, or a smaller data.image_size",
-    "refused": "correct what the message names",
-    "killed": "see whether the system ended it for lack of memory (dmesg); a smaller train.micro_batch or train.workers helps",
-}
 
 
 def _ending(code: int, folder: RunFolder) -> dict[str, str]:

@@ -103,10 +103,35 @@ class Train:
     """Data processes a rank."""
     log_every: int = MISSING
     """Optimizer steps between two lines of metrics.jsonl."""
+    hang_minutes: float = MISSING
+    """Minutes without progress of a rank after which the run is ended; 0: never."""
     clip_norm: float = MISSING
     """Largest gradient norm; 0 turns clipping off."""
+    probe: str = MISSING
+    """auto, true or false: whether the largest batch the data holds goes first, on a copy that is thrown away; auto: on
+    a GPU, whose memory it is about."""
     ema_decay: float = MISSING
     """Decay a step of the moving average of the weights that is evaluated and kept; 0 turns it off."""
+
+
+@dataclass
+class PlanOutput:
+    format: str = MISSING
+    """How `plan` prints: table or json."""
+
+
+@dataclass
+class Rung:
+    name: str = MISSING
+    """Of its row and its folder."""
+    overrides: list[str] = field(default_factory=list)
+    """What it changes, as on the command line."""
+
+
+@dataclass
+class Ladder:
+    rungs: list[Rung] = field(default_factory=list)
+    """In the order in which they are tried."""
 
 
 @dataclass
@@ -125,8 +150,10 @@ class Settings:
     bucket: Bucket = field(default_factory=Bucket)
     hardware: Hardware = field(default_factory=Hardware)
     train: Train = field(default_factory=Train)
+    ladder: Ladder = field(default_factory=Ladder)
     run_dir: str | None = None
     out: str | None = None
+    plan: PlanOutput = field(default_factory=PlanOutput)
     run: str | None = None
     """A finished run's folder, for `eval`, `predict` and `blend`."""
     split: str | None = None
@@ -224,6 +251,7 @@ def _check_ranges(settings: Settings) -> list[str]:
     at_least("train.effective_batch", train.effective_batch, 1)
     at_least("train.workers", train.workers, 0)
     at_least("train.log_every", train.log_every, 1)
+    at_least("train.hang_minutes", train.hang_minutes, 0)
     at_least("train.clip_norm", train.clip_norm, 0)
     at_least("train.seed", train.seed, 0)
     if not 0 <= train.ema_decay < 1:
@@ -243,7 +271,9 @@ def _check_ranges(settings: Settings) -> list[str]:
     one_of("hardware.device", settings.hardware.device, ("cpu", "cuda"))
     one_of("precision.weights", settings.precision.weights, DTYPES)
     one_of("precision.autocast", settings.precision.autocast, (None, "bf16", "fp16"))
+    one_of("train.probe", settings.train.probe.lower(), ("auto", "true", "false"))
     one_of("schedule.name", settings.schedule.name, SCHEDULES)
+    one_of("plan.format", settings.plan.format, ("table", "json"))
     return complaints
 
 

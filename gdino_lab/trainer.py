@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import math
@@ -9,8 +10,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,23 @@ from torch import Tensor, nn
 
 from gdino_lab import checkpoint
 from gdino_lab.data.loading import EpochSampler, loader
-from gdino_lab.engine import backward_and_step, build_engine, step_report, whole_weights
+from gdino_lab.engine import backward_and_step, build_engine, discard, set_autocast_scale, step_report, whole_weights
 from gdino_lab.models.average import WeightAverage
 from gdino_lab.models.export import save_model
 from gdino_lab.models.recompute import recompute_activations
 from gdino_lab.plan import Plan
+from gdino_lab.postmortem import NotFinite, find_not_finite
 from gdino_lab.progress import Progress, format_table
-from gdino_lab.run_folder import RunFolder, write_json
+from gdino_lab.run_folder import RunFolder, read_json, write_json
 from gdino_lab.scoring import DTYPES, records_of, to_device
 from gdino_lab.settings import Settings, as_dict, instantiate
-from gdino_lab.tasks.protocol import Batch, Evaluation, Task
+from gdino_lab.tasks.protocol import Batch, Evaluation, Task, Worst
 from gdino_lab.usage import Phases, host_peak_bytes, peak_bytes_by_rank
 
 log = logging.getLogger(__name__)
+
+# Images of an evaluation batch for one of a micro-batch: without a backward there is room for twice as many at least.
+EVALUATED_AT_ONCE = 2
 
 
 class Interrupted(Exception):
@@ -59,6 +64,8 @@ class Run:
     tracker: Any
     stop_asked: Callable[[], bool]
     phases: Phases
+    beat: Callable[..., None] = lambda doing, step=0: None
+    """Called with what is being done, and the step, wherever the run goes on."""
 
     @property
     def is_main(self) -> bool:
@@ -89,16 +96,28 @@ class Progressed:
 
 
 def train(
-    settings: Settings, plan: Plan, folder: RunFolder, resume: str | None, stop_asked: Callable[[], bool]
+    settings: Settings,
+    plan: Plan,
+    folder: RunFolder,
+    resume: str | None,
+    stop_asked: Callable[[], bool],
+    beat: Callable[..., None],
 ) -> None:
     """Train as planned. Every rank calls it, in a process group that is up.
+
+    Args:
+        beat: see Run.
 
     Raises:
         Interrupted: `stop_asked` said so on any rank; `checkpoints/last` holds the state.
     """
     phases = Phases()
+    if probes(settings):
+        with phases("worst case"):
+            probe(settings, plan, folder, beat)
     with phases("build"):
         run = build(settings, plan, folder, stop_asked, phases)
+        run.beat = beat
         state = Progressed()
         if resume is not None:
             state = restored(checkpoint.load(run.engine, run.average, Path(resume)))
@@ -185,6 +204,77 @@ def start_tracker(settings: Settings, folder: RunFolder) -> Any:
     return tracker
 
 
+# --- the worst case, first -------------------------------------------------------------------------------------------
+
+
+def probes(settings: Settings) -> bool:
+    asked = settings.train.probe.lower()
+    return asked == "true" or (asked == "auto" and settings.hardware.device == "cuda")
+
+
+def probe(settings: Settings, plan: Plan, folder: RunFolder, beat: Callable[..., None]) -> None:
+    """The largest batch the data holds, first: what does not fit in memory fails now and not in hour three. Collective.
+
+    The engine is one of its own and thrown away with all it did, so the run that follows is the same without.
+    """
+    beat("try the worst case")
+    worst = take_worst_steps(settings, plan, folder)
+    gc.collect()
+    largest = f"{plan.micro_batch} x {worst.height}x{worst.width} pixels, {worst.tokens} tokens, {worst.boxes} boxes an image"
+    if settings.hardware.device != "cuda":
+        log.info("the worst case fits: %s", largest)
+        return
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.empty_cache()
+    log.info("the worst case fits: %s; at most %.2f GiB", largest, peak / 2**30)
+    if (left := torch.cuda.memory_allocated()) > max(0.05 * peak, 2**28):
+        log.warning("%.2f GiB of the worst case are still held; train.probe=false saves them", left / 2**30)
+
+
+def take_worst_steps(settings: Settings, plan: Plan, folder: RunFolder) -> Worst:
+    """Two optimizer steps, since Adam's moments are there from the second on, of at most two passes each, since the
+    gradients of the first are there in the second; then an evaluation batch."""
+    passes = min(2, plan.accumulation)
+    changed = {"gradient_accumulation_steps": passes, "train_batch_size": plan.micro_batch * passes * plan.world_size}
+    if "fp16" in plan.deepspeed:
+        changed["fp16"] = plan.deepspeed["fp16"] | {"initial_scale_power": 0}  # an overflow would skip the step
+    brief = replace(plan, accumulation=passes, deepspeed=plan.deepspeed | changed)
+    with saying_nothing():
+        run = build(replace(settings, tracker={}), brief, folder, lambda: False, Phases())
+    set_autocast_scale(run.engine, 1.0)
+
+    worst = run.task.worst(plan.micro_batch)
+    run.engine.train()
+    for _ in range(2 * passes):
+        batch = worst_batch(run, plan.micro_batch, worst)
+        terms = run.task.losses(run.engine(**batch["inputs"]), batch, max(1, run.task.count(batch)))
+        backward_and_step(run.engine, sum(terms.values()))
+        del batch, terms
+    run.engine.eval()
+    images = EVALUATED_AT_ONCE * plan.micro_batch
+    with run.averaged(), torch.no_grad():
+        run.engine(**worst_batch(run, images, run.task.worst(images))["inputs"])
+    discard(run.engine)
+    return worst
+
+
+def worst_batch(run: Run, images: int, worst: Worst) -> Batch:
+    batch = run.task.blank_batch(images, worst)
+    batch["inputs"]["pixel_values"].normal_()  # of images in one colour not all gradients are finite
+    return to_device(batch, run.device, run.dtype)
+
+
+@contextmanager
+def saying_nothing() -> Iterator[None]:
+    """What is wrong is said all the same; the rest will be, when the run itself is built."""
+    ours = logging.getLogger("gdino_lab")
+    ours.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        ours.setLevel(logging.NOTSET)
+
+
 # --- the loop -------------------------------------------------------------------------------------------------------
 
 
@@ -235,17 +325,53 @@ def steps(run: Run, batches: Any, count: int) -> Iterator[dict[str, Tensor]]:
     batches = iter(batches)
     for _ in range(count):
         sums: Counter[str] = Counter()
+        run.beat("read data", run.engine.global_steps + 1)
         passes = [next(batches) for _ in range(run.plan.accumulation)]
+        run.beat("train", run.engine.global_steps + 1)
         per_pass = mean_count(run, passes)
         while passes:
             batch = to_device(passes.pop(0), run.device, run.dtype)
-            terms = run.task.losses(run.engine(**batch["inputs"]), batch, per_pass)
+            run.beat("train", run.engine.global_steps + 1)
+            terms = finite_losses(run, batch, per_pass)
             backward_and_step(run.engine, sum(terms.values()))
             for name, term in terms.items():
                 sums[name] += term.detach() / run.plan.accumulation
         if run.average is not None:
             run.average.update()
         yield dict(sums)
+
+
+def finite_losses(run: Run, batch: Batch, per_pass: float) -> dict[str, Tensor]:
+    """The loss terms of one micro-batch, looked at before they can do harm to the weights.
+
+    Raises:
+        NotFinite: with the module where it began.
+    """
+    try:
+        terms = run.task.losses(run.engine(**batch["inputs"]), batch, per_pass)
+        finite = torch.isfinite(sum(terms.values()).detach())
+    except ValueError as error:  # scipy's assignment refuses costs that are no numbers
+        if "invalid numeric entries" not in str(error):
+            raise
+        terms, finite = {}, torch.tensor(False, device=run.device)
+    mine = everywhere = bool(finite)
+    if run.plan.zero_stage == 3 and run.plan.world_size > 1:  # a forward there needs every rank, so all look together
+        vote = finite.float()
+        dist.all_reduce(vote, dist.ReduceOp.MIN)
+        everywhere = bool(vote)
+    if everywhere:
+        return terms
+    bad = [name for name, term in terms.items() if not math.isfinite(term)]
+    terms.clear()  # and with them the activations: a second forward needs their room
+    found = where_not_finite(run, batch)
+    raise NotFinite({} if mine else {"what": "loss", "step": run.engine.global_steps + 1, "terms": bad} | found)
+
+
+def where_not_finite(run: Run, batch: Batch) -> dict[str, Any]:
+    """One more forward of the batch, watched. Collective under ZeRO-3."""
+    inputs = [name for name, value in batch["inputs"].items() if not torch.isfinite(value).all()]
+    found = find_not_finite(run.engine.module, lambda: run.engine(**batch["inputs"]))
+    return {"inputs": inputs, "identity": str(batch["identity"])} | found
 
 
 def mean_count(run: Run, passes: list[Batch]) -> float:
@@ -297,6 +423,7 @@ def end_epoch(run: Run, state: Progressed, epoch: int, meter: Meter) -> None:
 
 
 def save(run: Run, state: Progressed) -> None:
+    run.beat("save", state.step)
     checkpoint.save(
         run.engine,
         run.average,
@@ -318,6 +445,7 @@ def finish(run: Run, state: Progressed, images: int) -> None:
     """The summary, for programs and for people."""
     peaks = peak_bytes_by_rank(run.device)
     host = host_peak_bytes()
+    run.beat("finish", state.step)
     if not run.is_main:
         return
     with run.phases("baselines"):
@@ -339,6 +467,7 @@ def finish(run: Run, state: Progressed, images: int) -> None:
             "loss": {"first": state.first_loss, "last": state.last_loss},
             "untrained": state.untrained,
             "peak_bytes": peaks,
+            "predicted_peak_bytes": (read_json(run.folder.plan)["predicted"] or {}).get("peak"),
             "host_peak_bytes": host,
             "skipped_steps": int(run.engine.skipped_steps),
             "seconds": {name: round(seconds, 3) for name, seconds in run.phases.seconds.items()},
@@ -356,23 +485,33 @@ def evaluation_loader(settings: Settings, plan: Plan, task: Task, device: torch.
     """Batches of this rank's share of the evaluation set, the same in every epoch."""
     dataset = task.evaluation_set()
     sampler = EpochSampler(dataset, dist.get_rank(), plan.world_size, seed=0, shuffle=False)
-    # Without a backward there is room for twice the micro-batch at least.
-    return loader(
-        dataset, sampler, 2 * plan.micro_batch, settings.train.workers, task.collate, device.type == "cuda"
-    )
+    images = EVALUATED_AT_ONCE * plan.micro_batch
+    return loader(dataset, sampler, images, settings.train.workers, task.collate, device.type == "cuda")
 
 
 def evaluate(run: Run) -> Evaluation:
     """Every sample of the evaluation set once, shared among the ranks, scored by the task on each rank alike."""
     run.engine.eval()
-    records = records_of(run.engine, run.task, run.evaluation_batches, run.device, run.dtype)
+    records = records_of(run.engine, run.task, beating(run, run.evaluation_batches), run.device, run.dtype)
     shares: list[list] = [records]
     if run.plan.world_size > 1:  # alone, gloo's copy of a large message would leave OpenMP at half speed for good
         shares = [[] for _ in range(run.plan.world_size)]
         dist.all_gather_object(shares, records)
     # The sampler repeats samples until the ranks have equally many; each counts once.
     once = {record["index"]: record for share in shares for record in share}
-    return run.task.evaluate([once[index] for index in sorted(once)])
+    try:
+        return run.task.evaluate([once[index] for index in sorted(once)])
+    except ValueError as error:  # scikit-learn refuses what is no number
+        if "contains NaN" not in str(error) and "contains infinity" not in str(error):
+            raise
+        found = where_not_finite(run, to_device(next(iter(run.evaluation_batches)), run.device, run.dtype))
+        raise NotFinite({"what": "evaluation", "step": run.engine.global_steps, "terms": []} | found) from None
+
+
+def beating(run: Run, batches: Any) -> Iterator[Batch]:
+    for batch in batches:
+        run.beat("evaluate", run.engine.global_steps)
+        yield batch
 
 
 # --- saying what happened -------------------------------------------------------------------------------------------
@@ -446,10 +585,6 @@ def log_step(run: Run, state: Progressed, epoch: int, meter: Meter, progress: Pr
     row = meter.read() | step_report(run.engine)
     state.first_loss = row["loss"] if state.first_loss is None else state.first_loss
     state.last_loss = row["loss"]
-    if not math.isfinite(row["loss"]):
-        raise FloatingPointError(
-            f"the loss is {row['loss']} at step {state.step}; try a smaller optimizer.lr, or precision=fp32"
-        )
     memory = torch.cuda.max_memory_allocated() if run.device.type == "cuda" else host_peak_bytes()
     row["memory_gib"] = memory / 2**30
     progress.advance(epoch, row)

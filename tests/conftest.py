@@ -46,8 +46,8 @@ def composed(*overrides: str) -> settings.Settings:
 
 
 def environment() -> dict[str, str]:
-    """This process's, without what a launcher around the tests would add, and offline."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    """This process's, without what a launcher around the tests or a command called in them would add, and offline."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
     kept = {name: value for name, value in os.environ.items() if name not in launcher}
     return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 

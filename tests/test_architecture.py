@@ -14,9 +14,10 @@ PACKAGE = Path(gdino_lab.__file__).parent
 FLOORS = [
     {"__main__"},
     {"commands"},
+    {"ladder"},
     {"launch"},
     {"trainer", "finished"},
-    {"checkpoint", "engine", "memory", "progress", "scoring"},
+    {"checkpoint", "engine", "memory", "postmortem", "progress", "scoring", "watch"},
     {"tasks"},
     {"models", "data", "usage", "doctor"},
     {"losses", "metrics", "plan", "run_folder"},

@@ -10,15 +10,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gdino_lab import launch
+from gdino_lab import launch, settings
 from gdino_lab.errors import ConfigurationError
+from gdino_lab.postmortem import Readings
 from gdino_lab.run_folder import RunFolder, new_run_folder
 from tests.conftest import composed
+
+SETTINGS = settings.as_dict(composed())
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     return new_run_folder(str(tmp_path / "run"), "anomaly", "synthetic_loco")
+
+
+def record(error: BaseException, folder: RunFolder, rank: int) -> int:
+    return launch.record_failure(error, folder, rank, SETTINGS, oom_kills=None)
 
 
 @pytest.fixture(autouse=True)
@@ -41,17 +48,18 @@ def wrapped(error: Exception) -> Exception:
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 3, "out_of_memory", "out_of_memory"),
         (wrapped(torch.OutOfMemoryError("CUDA out of memory.")), 3, "out_of_memory", "out_of_memory"),
-        (KeyError("nut"), 1, "failed", "KeyError"),
+        (MemoryError("Unable to allocate 8.00 TiB"), 3, "out_of_memory", "host_memory"),
+        (KeyError("nut"), 1, "failed", "other"),
         (ConfigurationError("image.png: not a readable image"), 1, "failed", "refused"),
     ],
-    ids=["oom", "wrapped oom", "bug", "refused"],
+    ids=["oom", "wrapped oom", "host", "bug", "refused"],
 )
 def test_failure_becomes_status_code_and_message(folder, capsys, error, code, state, kind):
-    assert launch.record_failure(error, folder, rank=1) == code
+    assert record(error, folder, rank=1) == code
     assert launch.report_failure(folder) == code
     status = json.loads(folder.status.read_text())
     assert (status["state"], status["kind"]) == (state, kind)
-    assert status["where"].startswith("rank 1") and status["to_try"] and status["cause"]
+    assert status["where"].startswith("rank 1") and status["to_try"] and status["cause"] and "figures" in status
     said = capsys.readouterr().err
     assert status["cause"] in said
     assert ("Traceback" in said or "Error" in said) == (kind != "refused" or "Error" in status["cause"])
@@ -59,18 +67,19 @@ def test_failure_becomes_status_code_and_message(folder, capsys, error, code, st
 
 def test_the_first_failure_that_is_no_echo_is_the_cause(folder, monkeypatch, capsys):
     monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
-    launch.record_failure(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234"), folder, rank=0)
-    launch.record_failure(ZeroDivisionError("the cause"), folder, rank=1)
-    launch.record_failure(ValueError("later"), folder, rank=2)
+    record(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234"), folder, rank=0)
+    record(ZeroDivisionError("the cause"), folder, rank=1)
+    record(ValueError("later"), folder, rank=2)
     assert launch.report_failure(folder) == 1
     assert "ZeroDivisionError: the cause" in json.loads(folder.status.read_text())["cause"]
 
 
 def test_a_killed_rank_is_named_though_another_noticed(folder, monkeypatch, capsys):
     monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
-    launch.record_failure(RuntimeError("Connection closed by peer"), folder, rank=0)
+    record(RuntimeError("Connection closed by peer"), folder, rank=0)
     first = SimpleNamespace(local_rank=1, exitcode=-9, timestamp=10**10)
-    assert launch.post_mortem(folder, SimpleNamespace(failures={1: first})) == 1
+    readings = Readings(oom_kills=0)
+    assert launch.post_mortem(folder, SimpleNamespace(failures={1: first}), readings, SETTINGS) == 1
     status = json.loads(folder.status.read_text())
     assert status["kind"] == "killed" and "signal 9" in status["cause"]
 
@@ -79,9 +88,9 @@ def test_a_failure_while_stopping_is_no_mere_stop(folder, monkeypatch):
     """A full disk after Ctrl-C must be told; a peer that was merely gone need not."""
     monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
     assert launch.only_stopped(folder)
-    launch.record_failure(RuntimeError("Connection closed by peer"), folder, rank=0)
+    record(RuntimeError("Connection closed by peer"), folder, rank=0)
     assert launch.only_stopped(folder)
-    launch.record_failure(OSError(28, "No space left on device"), folder, rank=1)
+    record(OSError(28, "No space left on device"), folder, rank=1)
     assert not launch.only_stopped(folder)
 
 
@@ -94,7 +103,7 @@ def test_an_interrupted_run_offers_only_a_checkpoint_there_is(folder):
 def test_rewinding_forgets_later_steps_and_earlier_failures(folder):
     for step in (1, 2, 3):
         folder.append_metrics({"kind": "step", "step": step})
-    launch.record_failure(KeyError("old"), folder, rank=0)
+    record(KeyError("old"), folder, rank=0)
     folder.rewind(2)
     assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [1, 2]
     assert folder.failures() == []

@@ -12,6 +12,8 @@ from gdino_lab.errors import ConfigurationError, nearest
 
 COMMANDS = {
     "train": "fine-tune; -m sweeps",
+    "plan": "batch arithmetic, DeepSpeed configuration and predicted memory, without starting anything",
+    "ladder": "the rungs of ladder=NAME in turn, each in its own processes, training on the first that fits",
     "eval": "score a finished run again: run=DIR split=NAME",
     "predict": "boxes or anomaly maps on new images: run=DIR images=PATH",
     "blend": "weights between a run's start and its end, scored at each share: run=DIR alpha=0,0.5,1",

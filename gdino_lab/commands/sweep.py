@@ -98,7 +98,7 @@ def row_of(job: dict[str, Any], swept: list[str]) -> dict[str, Any]:
         "loss": summary.get("loss", {}).get("last", ""),
         "samples_per_s": summary.get("images_per_s", ""),
         "peak_gib": round(max(peaks) / 2**30, 3) if peaks else "",
-        "peak_gib_predicted": "",
+        "peak_gib_predicted": round(predicted / 2**30, 3) if (predicted := summary.get("predicted_peak_bytes")) else "",
         "host_gib": round(summary["host_peak_bytes"] / 2**30, 3) if summary else "",
         "seconds": round(sum(summary.get("seconds", {}).values()), 1) if summary else "",
     }

@@ -74,6 +74,7 @@ def test_unknown_command_lists_the_commands(call):
         (["+model.config.d_modl=32"], "Did you mean 'd_model'?"),
         (["+tuning.rank=3"], "tuning.rank"),
         (["optimizer._target_=os.system"], "optimizer._target_=os.system"),
+        (["model=grounding_dino_tiny", "model.pretrained=null"], "fewer than the 900 queries"),
         (["tuning.freeze=[nonsense]"], "'nonsense' is found in no parameter's name"),
         (["tuning.lr_factors={nonsense: 0.1}"], "tuning.lr_factors: 'nonsense' is found"),
         (["tuning=lora", "tuning.target_modules=[qeury]"], "Did you mean 'query'?"),

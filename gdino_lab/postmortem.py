@@ -1,0 +1,700 @@
+"""Why a rank died and what to change: `read_...` looks at the machine, a pure `diagnose_...` judges.
+
+Whatever is told in figures is bytes, seconds or a count, as its name says.
+"""
+
+from __future__ import annotations
+
+import errno
+import linecache
+import os
+import re
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from gdino_lab.doctor import SHARED, Holder, cgroup_folders, read_memory_limit
+from gdino_lab.errors import ConfigurationError
+from gdino_lab.run_folder import LOST_PEER
+
+ALLOCATOR, DEVICE_TAKEN, HOST, PINNED, SHARED_MEMORY = (
+    "out_of_memory", "device_memory_taken", "host_memory", "pinned_memory", "shared_memory",
+)  # fmt: skip
+OUT_OF_MEMORY_KINDS = (ALLOCATOR, DEVICE_TAKEN, HOST, PINNED, SHARED_MEMORY)
+NOT_FINITE, HANG, REFUSED, KILLED, OTHER = "not_finite", "hang", "refused", "killed", "other"
+# Below this share left, memory counts as used up: the last reading is some tenths of a second old.
+NOTHING_LEFT = 0.05
+# Of AdamW from published weights: what a far larger one is brought down to at once.
+SANE_RATE = 1e-4
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Host:
+    """Memory of the machine at one moment, bytes; `limit` and `left` are the container's, None without one."""
+
+    total: int
+    available: int
+    swap_free: int
+    limit: int | None
+    left: int | None
+    processes: dict[int, int]
+    """Resident bytes by process id: the ranks with their data processes."""
+
+    def share_left(self) -> float:
+        shares = [self.available / self.total]
+        if self.limit:
+            shares.append(self.left / self.limit)
+        return min(shares)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Memory of a GPU, bytes: as the driver sees it, what this process's allocator has of it, and who else has some."""
+
+    index: int
+    total: int | None = None
+    free: int | None = None
+    allocated: int | None = None
+    reserved: int | None = None
+    peak: int | None = None
+    others: list[Holder] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What the machine said when a rank died; None where there was nothing to ask."""
+
+    host: Host | None = None
+    oom_kills: int | None = None
+    """Processes the kernel ended for lack of memory since the run began."""
+    shared: tuple[int, int] | None = None
+    """Total and free bytes of /dev/shm."""
+    memlock: int | None = None
+    """Bytes a process may lock in memory; -1: any number."""
+    device: Device | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    kind: str
+    cause: str
+    """One sentence."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    to_try: str = ""
+    """Overrides to paste, or words where no override helps."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "cause": self.cause, "figures": self.figures, "to_try": self.to_try}
+
+
+class NotFinite(FloatingPointError):
+    """The loss, or an evaluation, is NaN or infinite.
+
+    `figures`: what (loss or evaluation), step, terms (of the loss that are not finite), inputs (of the model that are
+    not), identity (of the batch), and what find_not_finite found; empty where only another rank's loss is not finite.
+    """
+
+    def __init__(self, figures: dict[str, Any]):
+        self.figures = figures
+        super().__init__(_not_finite_cause(figures) if figures else "the loss of another rank is not finite")
+
+
+# --- judging an exception -------------------------------------------------------------------------------------------
+
+
+def diagnose(error: BaseException, readings: Readings, settings: Settings) -> Diagnosis:
+    """What an exception means. Pure: everything about the machine comes in `readings`, about the run in `settings`."""
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    said = str(root)
+    if isinstance(root, ConfigurationError):
+        return Diagnosis(REFUSED, cause_of(root), {}, "correct what the message names")
+    if isinstance(root, NotFinite):
+        if not root.figures:
+            return Diagnosis(LOST_PEER, cause_of(root))
+        return Diagnosis(NOT_FINITE, str(root), root.figures, not_finite_cure(root.figures, settings))
+    if isinstance(root, torch.OutOfMemoryError) or re.search(r"CUDA out of memory\. Tried to allocate", said):
+        return _allocator(said, readings, settings)
+    short = any(text in said for text in ("out of memory", "cudaHostAlloc", "cudaHostRegister"))
+    driver = short and any(name in said for name in ("CUDA", "Cuda", "NCCL"))
+    # CUDA uses the same words for the host's memory; with room on the card it was not the card's.
+    if short and _pins(root) or driver and _has_room(readings.device):
+        return _pinned(root, readings, settings)
+    if _shared_memory(root, readings):
+        return _shared(root, readings, settings)
+    if driver or "ALLOC_FAILED" in said or re.search(r"Failed to CUDA \w*alloc", said):
+        return _device_taken(root, readings, settings)
+    if "DataLoader worker" in said and "killed by signal: Killed" in said:
+        return _killed(f"a data process was ended by signal 9 ({cause_of(root)})", readings, settings)
+    refusals = ("can't allocate memory", "Cannot allocate memory", "out of memory")
+    if isinstance(root, MemoryError) or getattr(root, "errno", None) == errno.ENOMEM or any(each in said for each in refusals):
+        return _host(f"the host refused memory: {cause_of(root)}", readings, settings, asked=_asked_of_host(said))
+    if re.search(r"Timed out waiting \d+ ?ms|[Cc]ollective operation timeout", said):
+        # The process group's own patience, where `train.hang_minutes` is off or longer.
+        return Diagnosis(HANG, f"another rank never came: {cause_of(root)}", {}, hang_cure([], settings))
+    lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    if isinstance(root, torch.distributed.DistError) or any(text in said for text in lost):
+        return Diagnosis(LOST_PEER, cause_of(root))
+    return Diagnosis(OTHER, cause_of(root), {"exception": type(root).__name__})
+
+
+def cause_of(error: BaseException) -> str:
+    """One line. An error of a data process comes with that process's traceback: its last line says what it was."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and "in DataLoader worker process" in lines[0]:
+        return lines[-1]
+    if isinstance(error, ConfigurationError):
+        return "; ".join(lines)
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _allocator(said: str, readings: Readings, settings: Settings) -> Diagnosis:
+    figures = parse_out_of_memory(said)
+    device = readings.device
+    if device is not None:
+        known = {
+            "total_bytes": device.total,
+            "free_bytes": device.free,
+            "allocated_bytes": device.allocated,
+            "reserved_bytes": device.reserved,
+            "peak_allocated_bytes": device.peak,
+        }
+        figures = {name: value for name, value in known.items() if value is not None} | figures
+        figures["others"] = _holders(device, figures.get("others", []))
+    asked, unallocated = figures.get("asked_bytes"), figures.get("unallocated_bytes")
+    if asked is None:
+        return Diagnosis(ALLOCATOR, said.splitlines()[0] if said else ALLOCATOR, figures, memory_cure(settings))
+    cause = f"torch's allocator was asked for {amount(asked)}"
+    if "total_bytes" in figures and "free_bytes" in figures:
+        where = f" on GPU {figures['gpu']}" if "gpu" in figures else ""
+        cause += f"{where} with {amount(figures['free_bytes'])} of {amount(figures['total_bytes'])} free"
+    if "allowed_bytes" in figures:
+        cause += f", {amount(figures['allowed_bytes'])} allowed by hardware.memory_limit_gib"
+    if "allocated_bytes" in figures:
+        cause += f"; it holds {amount(figures['allocated_bytes'])}"
+    if unallocated is not None:
+        cause += f" and {amount(unallocated)} in pieces between ({100 * figures['fragmentation']:.0f} % of what it reserved)"
+        if unallocated >= asked:
+            cause += ", which PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in front of the command joins"
+    if figures.get("others"):
+        cause += f"; {_told(figures['others'])}"
+    return Diagnosis(ALLOCATOR, cause, figures, memory_cure(settings))
+
+
+SIZE = r"([\d.]+) ?(bytes|KiB|MiB|GiB|TiB|PiB)"
+UNITS = {unit: 1024**power for power, unit in enumerate(("bytes", "KiB", "MiB", "GiB", "TiB", "PiB"))}
+# What torch's allocator says, in its words since 2.1 and, after the bar, in those before.
+SAID = {
+    "asked_bytes": rf"Tried to allocate {SIZE}",
+    "total_bytes": rf"total capaci?ty of {SIZE}|{SIZE} total capacity",
+    "free_bytes": rf"of which {SIZE} is free|{SIZE} free",
+    "allowed_bytes": rf"{SIZE} allowed",
+    "process_bytes": rf"this process has {SIZE} memory in use",
+    "allocated_bytes": rf"{SIZE} is allocated by PyTorch|{SIZE} already allocated",
+    "unallocated_bytes": rf"{SIZE} is reserved by PyTorch but unallocated",
+    "reserved_bytes": rf"{SIZE} reserved in total by PyTorch",
+}
+
+
+def parse_out_of_memory(said: str) -> dict[str, Any]:
+    """The figures in the message of a torch.OutOfMemoryError; `fragmentation` is the share of what the allocator has
+    reserved that it could not give out."""
+    figures: dict[str, Any] = {}
+    if found := re.search(r"GPU (\d+)", said):
+        figures["gpu"] = int(found[1])
+    for name, pattern in SAID.items():
+        if found := re.search(pattern, said):
+            number, unit = (group for group in found.groups() if group is not None)
+            figures[name] = int(float(number) * UNITS[unit])
+    allocated = figures.get("allocated_bytes")
+    if allocated is not None:
+        if "reserved_bytes" in figures:
+            figures.setdefault("unallocated_bytes", max(0, figures["reserved_bytes"] - allocated))
+        if "unallocated_bytes" in figures:
+            figures["reserved_bytes"] = allocated + figures["unallocated_bytes"]
+            figures["fragmentation"] = round(figures["unallocated_bytes"] / max(1, figures["reserved_bytes"]), 4)
+    others = re.findall(rf"Process (\d+) has {SIZE} memory in use", said)
+    if others:
+        figures["others"] = [{"pid": int(pid), "bytes": int(float(number) * UNITS[unit])} for pid, number, unit in others]
+    return figures
+
+
+def _device_taken(error: BaseException, readings: Readings, settings: Settings) -> Diagnosis:
+    """CUDA, NCCL, cuBLAS or cuDNN got no memory from the driver: torch's allocator was not even asked."""
+    device = readings.device or Device(0)
+    others = _holders(device, [])
+    figures = _known(
+        gpu=device.index, total_bytes=device.total, free_bytes=device.free, allocated_bytes=device.allocated,
+        reserved_bytes=device.reserved,
+    ) | {"others": others}  # fmt: skip
+    cause = f"the driver had no memory left on GPU {device.index}"
+    if device.free is not None:
+        cause += f" ({amount(device.free)} of {amount(device.total)} free)"
+    if others:
+        cause += f": {_told(others)}"
+    elif device.reserved and device.total:
+        rest = device.total - (device.free or 0) - device.reserved
+        figures["outside_allocator_bytes"] = rest
+        cause += f": torch's allocator holds {amount(device.reserved)}, CUDA's contexts and other processes {amount(rest)}"
+    cause += f" ({cause_of(error)})"
+    cure = memory_cure(settings)
+    if others:
+        cure = f"end process {' and '.join(str(other['pid']) for other in others)}, or choose another card by CUDA_VISIBLE_DEVICES; or {cure}"
+    return Diagnosis(DEVICE_TAKEN, cause, figures, cure)
+
+
+def _holders(device: Device, told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Other processes on the card, the largest first, from the driver and from what torch's message told."""
+    found = {each["pid"]: each for each in told}
+    found |= {each.pid: {"pid": each.pid, "name": each.name, "bytes": each.bytes} for each in device.others}
+    return sorted(found.values(), key=lambda each: -(each["bytes"] or 0))
+
+
+def _told(others: list[dict[str, Any]]) -> str:
+    words = []
+    for each in others:
+        name = f" ({each['name']})" if each.get("name") else ""
+        words.append(f"process {each['pid']}{name} holds {'some' if each['bytes'] is None else amount(each['bytes'])}")
+    return ", ".join(words)
+
+
+def _pinned(error: BaseException, readings: Readings, settings: Settings) -> Diagnosis:
+    figures = _host_figures(readings) | _known(memlock_limit_bytes=readings.memlock)
+    limit = readings.memlock
+    words = "" if limit is None else f", ulimit -l is {'unlimited' if limit < 0 else amount(limit)}"
+    return Diagnosis(
+        PINNED,
+        f"the host had no memory to pin{_host_words(readings)}{words} ({cause_of(error)})",
+        figures,
+        pinned_cure(settings),
+    )
+
+
+def _pins(error: BaseException) -> bool:
+    """Whether the error came from page-locking host memory: CUDA's own words do not say for what it had none."""
+    if any(text in str(error) for text in ("cudaHostAlloc", "cudaHostRegister", "pin memory thread")):
+        return True
+    return any("pin_memory" in name or "pin_memory" in line for _, name, line in _frames(error))
+
+
+def _has_room(device: Device | None) -> bool:
+    """Whether the card had much more left than CUDA asks for by itself: the allocator's own requests fail otherwise."""
+    return device is not None and device.free is not None and device.free > 2 * UNITS["GiB"]
+
+
+def _shared_memory(error: BaseException, readings: Readings) -> bool:
+    said = str(error)
+    words = (
+        "shared memory object", "out of shared memory", "insufficient shared memory", "shared memory segment", "/dev/shm",
+        "killed by signal: Bus error", "/torch_",
+    )  # fmt: skip
+    if any(text in said for text in words):
+        return True
+    full = getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in said
+    # The semaphores of data processes lie in /dev/shm, and their failure names no file.
+    return full and (_used_up(readings.shared) or any("SemLock" in line for *_, line in _frames(error)))
+
+
+def _shared(error: BaseException, readings: Readings, settings: Settings) -> Diagnosis:
+    cause = cause_of(error)
+    if "Too many open files" in str(error):
+        return Diagnosis(
+            SHARED_MEMORY,
+            f"the data processes share more pieces of memory than this process may have files open ({cause})",
+            {"open_files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0]} | _shared_figures(readings),
+            shared_cure(settings, "raise the limit: ulimit -n 65536"),
+        )
+    return Diagnosis(
+        SHARED_MEMORY, f"no room in /dev/shm{_shared_words(readings)} ({cause})", _shared_figures(readings), shared_cure(settings)
+    )
+
+
+def _host(cause: str, readings: Readings, settings: Settings, asked: int | None = None) -> Diagnosis:
+    figures = _known(asked_bytes=asked) | _host_figures(readings)
+    return Diagnosis(HOST, cause + _host_words(readings), figures, host_cure(settings))
+
+
+def _asked_of_host(said: str) -> int | None:
+    found = re.search(r"tried to allocate (\d+) bytes", said)
+    return int(found[1]) if found else None
+
+
+def _frames(error: BaseException) -> Iterator[tuple[str, str, str]]:
+    """File, function and source line of each frame of the traceback."""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        yield code.co_filename, code.co_name, linecache.getline(code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
+
+
+# --- judging a death without a word ---------------------------------------------------------------------------------
+
+
+def diagnose_exit(exitcode: int, rank: int, readings: Readings, settings: Settings) -> Diagnosis:
+    """What it means that a rank ended with `exitcode` (negative: minus the signal) and left no message. Pure."""
+    if exitcode >= 0:
+        return Diagnosis(OTHER, f"rank {rank} died by exit code {exitcode} without a word", {"exit_code": exitcode})
+    number = -exitcode
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    how = f"rank {rank} died by signal {number} ({name}) without a word"
+    if number == signal.SIGKILL:
+        return _killed(how, readings, settings)
+    if number == signal.SIGBUS and _used_up(readings.shared):
+        return Diagnosis(
+            SHARED_MEMORY, f"{how}: no room in /dev/shm{_shared_words(readings)}",
+            {"signal": number} | _shared_figures(readings), shared_cure(settings),
+        )  # fmt: skip
+    return Diagnosis(OTHER, how, {"signal": number} | _host_figures(readings) | _shared_figures(readings))
+
+
+def _killed(how: str, readings: Readings, settings: Settings) -> Diagnosis:
+    """Signal 9: the kernel for lack of memory, or somebody else."""
+    figures = {"signal": int(signal.SIGKILL)} | _host_figures(readings)
+    if readings.oom_kills:
+        return Diagnosis(HOST, f"{how}: the kernel ended it for lack of memory{_host_words(readings)}", figures, host_cure(settings))
+    # A counter that is there and did not move is an alibi: the kernel counts each of its kills.
+    if readings.oom_kills is None and readings.host is not None and readings.host.share_left() < NOTHING_LEFT:
+        return Diagnosis(HOST, f"{how}: memory was used up{_host_words(readings)}", figures, host_cure(settings))
+    alibi = "" if readings.oom_kills is None else ", the kernel ended no process for lack of memory"
+    return Diagnosis(
+        KILLED,
+        f"{how}{_host_words(readings)}{alibi}",
+        figures,
+        "find out who sent it (a batch system's limit, a person, a container's end), then go on with train.resume=auto",
+    )
+
+
+def _used_up(size: tuple[int, int] | None) -> bool:
+    return size is not None and size[1] < NOTHING_LEFT * size[0]
+
+
+# --- judging a loss -------------------------------------------------------------------------------------------------
+
+
+def find_not_finite(module: nn.Module, forward: Callable[[], Any]) -> dict[str, Any]:
+    """Call `forward` and find the first module, in order of execution, whose output is NaN or infinite.
+
+    Minus infinity alone is what masks are filled with, so it counts only in the output of torch's own layers.
+
+    Returns:
+        module, type, nan and infinite (numbers in its output), of, inputs_finite and weights_finite (None where they
+        cannot be seen, as under ZeRO-3); empty where every output is finite.
+    """
+    found: dict[str, Any] = {}
+
+    def look(name: str, each: nn.Module, inputs: Any, output: Any) -> None:
+        if found:
+            return
+        own = type(each).__module__.startswith("torch.nn")
+        for tensor in _tensors(output):
+            nan, positive = int(tensor.isnan().sum()), int(tensor.isposinf().sum())
+            infinite = positive + int(tensor.isneginf().sum())
+            if nan or positive or own and infinite:
+                weights = [weight for weight in each.parameters(recurse=False) if weight.numel()]
+                found.update(
+                    module=name or "the whole model",
+                    type=type(each).__name__,
+                    nan=nan,
+                    infinite=infinite,
+                    of=tensor.numel(),
+                    inputs_finite=all(bool(given.isfinite().all()) for given in _tensors(inputs)),
+                    weights_finite=all(bool(weight.isfinite().all()) for weight in weights) if weights else None,
+                )
+                return
+
+    hooks = [each.register_forward_hook(partial(look, name)) for name, each in module.named_modules()]
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Floating tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _not_finite_cause(figures: dict[str, Any]) -> str:
+    cause = f"the {figures['what']} is not finite at step {figures['step']}"
+    if figures.get("inputs"):
+        return f"{cause}: the batch itself is not, in {', '.join(figures['inputs'])}"
+    if figures.get("module"):
+        cause += (
+            f": the first module with a non-finite output is {figures['module']} ({figures['type']}), "
+            f"{figures['nan']} NaN and {figures['infinite']} infinite of {figures['of']}"
+        )
+        if figures["weights_finite"] is False:
+            return f"{cause}; its own weights are not finite: an earlier step broke them"
+        return f"{cause}; its weights are finite" if figures["weights_finite"] else cause
+    if figures.get("terms"):
+        return f"{cause}: every module's output is finite, the loss terms {', '.join(figures['terms'])} are not"
+    return f"{cause}: every module's output is finite"
+
+
+# --- cures ----------------------------------------------------------------------------------------------------------
+
+
+def memory_cure(settings: Settings) -> str:
+    """Overrides that save memory where the model is computed, the cheapest that the run does not have yet."""
+    train, zero, offload, precision = (settings[name] for name in ("train", "zero", "offload", "precision"))
+    lora = settings["tuning"].get("_target_", "").endswith(".Lora")
+    recompute = settings["activations"]["recompute"]
+    free = ["train.micro_batch=1"] if train["micro_batch"] > 1 else []
+    if not recompute and not (zero["stage"] == 3 and lora):
+        free.append("activations=recompute")
+    if free:
+        return " ".join(free)
+    if settings["hardware"]["device"] == "cuda":
+        if not offload["optimizer"]:
+            return "offload=optimizer" + ("" if zero["stage"] else " zero=stage2")
+        if precision["weights"] == "fp32" and precision["autocast"] is None:
+            return "precision=bf16_autocast"
+        if not offload["parameters"] and not lora:
+            return "zero=stage3 offload=optimizer_and_params bucket=5mb"
+    return smaller_images(settings)
+
+
+def smaller_images(settings: Settings) -> str:
+    sides = settings["data"].get("image_size", 0)
+    sides = list(sides) if isinstance(sides, (list, tuple)) else [sides]
+    smaller = [max(32, int(0.75 * side) // 32 * 32) for side in sides]
+    return f"data.image_size={smaller if len(smaller) > 1 else smaller[0]}".replace(" ", "")
+
+
+def host_cure(settings: Settings) -> str:
+    """Overrides that save host memory."""
+    offload = settings["offload"]
+    if settings["train"]["workers"] > 0:
+        return "train.workers=0"
+    if settings["hardware"]["device"] == "cpu":
+        return memory_cure(settings)
+    if offload["parameters"]:
+        return "offload=optimizer zero=stage2"
+    return "offload=none" if offload["optimizer"] else smaller_images(settings)
+
+
+def pinned_cure(settings: Settings) -> str:
+    offload = settings["offload"]
+    if offload["pin_memory"] and (offload["optimizer"] or offload["parameters"]):
+        return "offload.pin_memory=false"
+    return host_cure(settings)
+
+
+def shared_cure(settings: Settings, otherwise: str = "") -> str:
+    if settings["train"]["workers"] > 0:
+        return "train.workers=0"
+    return otherwise or "make /dev/shm larger (docker run --shm-size=8g), or NCCL_SHM_DISABLE=1 in front of the command"
+
+
+def not_finite_cure(figures: dict[str, Any], settings: Settings) -> str:
+    """Half precision first, where the weights are whole; then the size of the steps."""
+    if figures.get("inputs"):
+        return f"look at the images: {figures.get('identity', 'see the log')}"
+    precision, rate = settings["precision"], settings["optimizer"].get("lr")
+    if figures.get("weights_finite") is not False:
+        if "fp16" in (precision["weights"], precision["autocast"]):
+            return "precision=bf16_autocast"
+        if precision["weights"] == "bf16":
+            return "precision=bf16_autocast"
+        if precision["autocast"] == "bf16":
+            return "precision=fp32"
+    clip = [] if settings["train"]["clip_norm"] else ["train.clip_norm=1.0"]
+    return " ".join([f"optimizer.lr={min(rate / 10, SANE_RATE):g}" if rate else "a smaller learning rate", *clip])
+
+
+def hang_cure(stack: list[str], settings: Settings) -> str:
+    """By where the rank stands that the others wait for."""
+    if any("torch/utils/data/" in line for line in stack) and settings["train"]["workers"] > 0:
+        return "train.workers=0"
+    if communicates(stack) and settings["hardware"]["device"] == "cuda":
+        return "NCCL_P2P_DISABLE=1 in front of the command, where cards cannot reach each other's memory"
+    return f"train.hang_minutes={2 * settings['train']['hang_minutes']:g} if it was only slow"
+
+
+def communicates(stack: list[str]) -> bool:
+    """Whether a rank stands in a collective operation, that is, waits for others."""
+    return any("torch/distributed/distributed_c10d" in line or "deepspeed/comm/" in line for line in stack)
+
+
+# --- figures and words ----------------------------------------------------------------------------------------------
+
+
+def amount(size: float) -> str:
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size >= UNITS[unit]:
+            return f"{size / UNITS[unit]:.1f} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def _known(**figures: Any) -> dict[str, Any]:
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def _host_figures(readings: Readings) -> dict[str, Any]:
+    figures = _known(oom_kills=readings.oom_kills)
+    if (host := readings.host) is not None:
+        figures |= {"host_total_bytes": host.total, "host_available_bytes": host.available, "swap_free_bytes": host.swap_free}
+        figures |= _known(container_limit_bytes=host.limit, container_left_bytes=host.left)
+        figures["process_bytes"] = {str(pid): size for pid, size in host.processes.items()}
+    return figures
+
+
+def _host_words(readings: Readings) -> str:
+    host = readings.host
+    if host is None:
+        return ""
+    words = f"; {amount(host.available)} of {amount(host.total)} host memory were available"
+    if host.limit:
+        words += f", {amount(max(0, host.left))} of the container's {amount(host.limit)}"
+    if host.processes:
+        words += f", the run held {amount(sum(host.processes.values()))}"
+    return words
+
+
+def _shared_figures(readings: Readings) -> dict[str, Any]:
+    return {} if readings.shared is None else dict(zip(("shm_total_bytes", "shm_free_bytes"), readings.shared, strict=True))
+
+
+def _shared_words(readings: Readings) -> str:
+    return "" if readings.shared is None else f", {amount(readings.shared[1])} of {amount(readings.shared[0])} free"
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_all(oom_kills_before: int | None, on_device: bool) -> Readings:
+    """Everything a dying rank can say; what cannot be asked any more is left out.
+
+    Args:
+        oom_kills_before: what read_oom_kills said when the run began.
+    """
+    return Readings(
+        _or_none(read_host, [os.getpid()]),
+        kills_since(oom_kills_before),
+        _or_none(read_shared),
+        _or_none(read_memlock),
+        _or_none(read_device, int(os.environ.get("LOCAL_RANK", 0))) if on_device else None,
+    )
+
+
+def _or_none(read: Callable, *arguments: Any) -> Any:
+    """A post-mortem must not die of its own questions."""
+    try:
+        return read(*arguments)
+    except Exception:
+        return None
+
+
+def read_host(ranks: list[int]) -> Host:
+    """Host memory now; `ranks` are the process ids whose trees are counted."""
+    memory, limit = psutil.virtual_memory(), read_memory_limit()
+    sizes: dict[int, int] = {}
+    for rank in ranks:
+        with suppress(psutil.Error):
+            tree = [psutil.Process(rank), *psutil.Process(rank).children(recursive=True)]
+            for each in tree:
+                with suppress(psutil.Error):
+                    sizes[each.pid] = each.memory_info().rss
+    return Host(
+        memory.total, memory.available, psutil.swap_memory().free, *(limit or (None, None)), processes=sizes
+    )
+
+
+def read_oom_kills(folders: Iterator[Path] | None = None, whole: Path = Path("/proc/vmstat")) -> int | None:
+    """Processes the kernel has ended for lack of memory: in this control group, or on the machine where that is not told."""
+    innermost = next(iter(cgroup_folders("memory") if folders is None else folders), None)
+    paths = [] if innermost is None else [innermost / "memory.events", innermost / "memory.oom_control"]
+    for path in (*paths, whole):
+        with suppress(OSError):
+            counts = dict(line.split()[:2] for line in path.read_text().splitlines() if len(line.split()) > 1)
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
+    return None
+
+
+def kills_since(before: int | None) -> int | None:
+    now = _or_none(read_oom_kills)
+    return None if now is None or before is None else now - before
+
+
+def read_shared() -> tuple[int, int] | None:
+    if not SHARED.is_dir():
+        return None
+    size = shutil.disk_usage(SHARED)
+    return size.total, size.free
+
+
+def read_memlock() -> int:
+    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+
+
+def read_device(index: int) -> Device:
+    """This rank's GPU; each part on its own, since a driver out of memory answers only some questions."""
+    figures: dict[str, Any] = {}
+    with suppress(Exception):
+        figures["free"], figures["total"] = torch.cuda.mem_get_info(index)
+    with suppress(Exception):
+        if torch.cuda.is_initialized():
+            stats = torch.cuda.memory_stats(index)
+            for name, key in (("allocated", "allocated_bytes"), ("reserved", "reserved_bytes")):
+                figures[name] = stats[f"{key}.all.current"]
+            figures["peak"] = stats["allocated_bytes.all.peak"]
+    with suppress(Exception):
+        memory, figures["others"] = read_holders(index)
+        figures.setdefault("total", memory.total)
+        figures.setdefault("free", memory.free)
+    return Device(index, **figures)
+
+
+def read_holders(index: int) -> tuple[Any, list[Holder]]:
+    """The driver's memory figures of CUDA's device `index`, and the other processes that hold some of it."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        visible = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
+        chosen = visible[index] if visible else str(index)
+        named = not chosen.isdigit()
+        device = (pynvml.nvmlDeviceGetHandleByUUID if named else pynvml.nvmlDeviceGetHandleByIndex)(
+            chosen if named else int(chosen)
+        )
+        held: dict[int, int | None] = {}
+        for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
+            with suppress(pynvml.NVMLError):
+                held |= {process.pid: process.usedGpuMemory for process in ask(device)}
+        others = [Holder(pid, _name_of(pid), size) for pid, size in held.items() if pid != os.getpid()]
+        return pynvml.nvmlDeviceGetMemoryInfo(device), others
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:
+        return "of another container"
