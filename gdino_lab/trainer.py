@@ -26,6 +26,7 @@ from gdino_lab import checkpoint
 from gdino_lab.data.loading import EpochSampler, loader
 from gdino_lab.engine import backward_and_step, build_engine, discard, set_autocast_scale, step_report, whole_weights
 from gdino_lab.models.average import WeightAverage
+from gdino_lab.models.dtypes import telling_clashes
 from gdino_lab.models.export import save_model
 from gdino_lab.models.recompute import recompute_activations
 from gdino_lab.plan import Plan
@@ -348,7 +349,10 @@ def finite_losses(run: Run, batch: Batch, per_pass: float) -> dict[str, Tensor]:
         NotFinite: with the module where it began.
     """
     try:
-        terms = run.task.losses(run.engine(**batch["inputs"]), batch, per_pass)
+        with telling_clashes(run.engine.module, lambda: run.engine(**batch["inputs"])):
+            outputs = run.engine(**batch["inputs"])
+        terms = run.task.losses(outputs, batch, per_pass)
+        del outputs
         finite = torch.isfinite(sum(terms.values()).detach())
     except ValueError as error:  # scipy's assignment refuses costs that are no numbers
         if "invalid numeric entries" not in str(error):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 from PIL import Image, ImageEnhance
@@ -82,6 +83,13 @@ class Augment:
         side = max(1, round(shortest * rng.uniform(*self.scales)))
         image, boxes = resize(image, boxes, side, longest)
         return np.asarray(jitter_colour(image, self.colour, rng)), boxes, kept
+
+
+    def views(self, height: int, width: int) -> set[tuple[int, int]]:
+        """(height, width) of the image and of the crops of it that are narrowest either way."""
+        if not self.crop:
+            return {(height, width)}
+        return {(height, width), (height, ceil(width * LEAST_SIDE)), (ceil(height * LEAST_SIDE), width)}
 
 
 def flip(image: Image.Image, boxes: np.ndarray) -> tuple[Image.Image, np.ndarray]:

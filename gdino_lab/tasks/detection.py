@@ -199,8 +199,13 @@ class DetectionTask:
 
     def worst(self, images: int) -> Worst:
         known = self.data.images(TRAIN)
-        sizes = ((image.height, image.width) for image in known)
-        height, width = worst_size(sizes, self.data.shortest, self.data.longest, images)
+        sizes = {view for image in known for view in self.augment.views(image.height, image.width)}
+        shortest = max(1, round(self.data.shortest * self.augment.scales[1]))
+        height, width = worst_size(sizes, shortest, self.data.longest, images)
+        elongation = [max(size) / min(size) for size in sizes]
+        if self.augment.crop and min(elongation) <= self.data.longest / shortest <= max(elongation):
+            # Some crop has just the form that fills both limits.
+            height, width = max(height, shortest), max(width, self.data.longest)
         rng = np.random.default_rng(0)
         captioned = (image for image in known if image.caption is not None)
         lengths = [len(self.training_prompt(image, rng).input_ids) for image in captioned]

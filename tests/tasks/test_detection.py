@@ -106,6 +106,23 @@ def test_no_mirror_image_where_a_name_says_left(tmp_path, name, flips):
     assert centre == pytest.approx((64 - 7 if flips else 7) / 64)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("crop", [0.0, 1.0])
+def test_no_training_batch_is_larger_than_the_worst(tmp_path, batch, crop):
+    coco_file(tmp_path, "train", CATEGORIES, BOXES, size=(40, 90))
+    coco_file(tmp_path, "val", CATEGORIES, [[]], size=(70, 50))
+    task = task_with(augment=STILL | {"crop": crop, "scales": [0.8, 1.1], "flip": 0.5})
+    task.bind(data_in(tmp_path, val="val.json"), PROCESSOR)
+    worst, train = task.worst(batch), task.train_set()
+    for epoch in range(60):
+        inputs = task.collate([train[epoch, index] for index in range(batch)])["inputs"]
+        height, width = inputs["pixel_values"].shape[-2:]
+        assert height * width <= worst.height * worst.width and inputs["input_ids"].shape[1] <= worst.tokens
+        assert batch == 1 or (height <= worst.height and width <= worst.width)
+    assert worst.boxes == 2
+    assert [*task.blank_batch(batch, worst)["inputs"]["pixel_values"].shape] == [batch, 3, worst.height, worst.width]
+
+
 def perfect_records(task: DetectionTask) -> list[dict]:
     """What a perfect detector would leave."""
     records = []

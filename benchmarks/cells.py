@@ -1,0 +1,206 @@
+"""Does every cell train? Stage x precision x offload x ranks x task x activations, a few steps each on the nano model.
+
+    python benchmarks/cells.py --out docs/cells.md [--steps N] [--device cpu|cuda]
+
+Every cell takes the same batches (effective batch 2) from the same weights; its loss after the last step is set beside that
+of fp32 at stage 0 on one rank. Cells that contradict themselves are listed with the reason they are refused for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from itertools import product
+from pathlib import Path
+
+STAGES = range(4)
+PRECISIONS = ("fp32", "tf32", "bf16", "bf16_autocast", "fp16", "fp16_autocast")
+OFFLOADS = ("none", "optimizer", "optimizer_and_params")
+TASKS, ACTIVATIONS = ("anomaly", "detection"), ("keep", "recompute")
+# bf16 keeps 8 bits of a number, fp16 11.
+TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 0.1, "bf16_autocast": 0.1, "fp16": 0.05, "fp16_autocast": 0.05}
+
+
+def overrides(cell: dict, device: str, ranks: int) -> list[str]:
+    counts = "{train: 8, val: 2}"
+    if cell["task"] == "anomaly":
+        counts = "{train: 8, validation: 4, test_good: 2, test_logical: 2, test_structural: 2}"
+    return [
+        "hardware=cpu" if device == "cpu" else "hardware=h200_single",
+        f"hardware.devices={ranks}",
+        f"task={cell['task']}",
+        f"precision={cell['precision']}",
+        f"zero=stage{cell['stage']}",
+        f"offload={cell['offload']}",
+        f"activations={cell['activations']}",
+        "bucket=1mb",
+        "data.canvas=[64,96]",
+        "data.image_size=[64,96]",
+        f"data.counts={counts}",
+        "optimizer.lr=1e-4",
+        "schedule=constant",
+        f"train.micro_batch={2 // ranks}",
+        "train.effective_batch=2",
+        "train.workers=0",
+        "tracker=none",
+    ]
+
+
+def cells() -> list[dict]:
+    keys = ("task", "activations", "stage", "precision", "offload")
+    return [dict(zip(keys, each, strict=True)) for each in product(TASKS, ACTIVATIONS, STAGES, PRECISIONS, OFFLOADS)]
+
+
+def composed(cell: dict, device: str, ranks: int):
+    """The cell's settings, or the reason why there are none."""
+    from hydra import compose, initialize_config_dir
+
+    from gdino_lab import settings
+    from gdino_lab.commands.main import conf_folder
+    from gdino_lab.errors import ConfigurationError
+
+    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+        try:
+            return settings.load(compose("config", overrides(cell, device, ranks)))
+        except ConfigurationError as error:
+            return error.complaints[0]
+
+
+def take_steps(settings, steps: int) -> tuple[float, int]:
+    """(loss of the last step, mean over ranks; steps skipped)."""
+    import torch
+    import torch.distributed as dist
+
+    from gdino_lab import trainer
+    from gdino_lab.engine import backward_and_step, discard
+    from gdino_lab.plan import make_plan
+    from gdino_lab.run_folder import RunFolder
+    from gdino_lab.scoring import to_device
+    from gdino_lab.usage import Phases
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plan = make_plan(settings, 8, ranks)
+    run = trainer.build(settings, plan, RunFolder(Path(tempfile.mkdtemp())), lambda: False, Phases())
+    run.engine.train()
+    dataset = run.task.train_set()
+    for step in range(steps):
+        mine = [dataset[0, (2 * step + index) % 8] for index in range(rank, 2, ranks)]
+        batch = run.task.collate(mine)
+        per_pass = trainer.mean_count(run, [batch])
+        batch = to_device(batch, run.device, run.dtype)
+        loss = sum(run.task.losses(run.engine(**batch["inputs"]), batch, per_pass).values())
+        backward_and_step(run.engine, loss)
+    value = loss.detach().float()
+    dist.all_reduce(value)
+    skipped = int(run.engine.skipped_steps)
+    discard(run.engine)
+    del run
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return value.item() / ranks, skipped
+
+
+def work(out: Path, device: str, steps: int) -> None:
+    """One rank: every cell in turn."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    os.environ["DS_ACCELERATOR"] = device
+    import torch
+
+    from gdino_lab.engine import start_distributed
+    from gdino_lab.settings import instantiate
+
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    start_distributed(device)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for cell in cells():
+        row = {"ranks": ranks, **cell}
+        settings = composed(cell, device, ranks)
+        if isinstance(settings, str):
+            row["refused"] = settings
+        else:
+            instantiate(settings.data).prepare()
+            try:
+                row["loss"], row["skipped"] = take_steps(settings, steps)
+            except Exception as error:
+                row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+        if rank == 0:
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def table(rows: list[dict], device: str, steps: int) -> str:
+    reference = {
+        row["task"]: row["loss"]
+        for row in rows
+        if row["ranks"] == 1 and (row["stage"], row["precision"], row["offload"], row["activations"]) == (0, "fp32", "none", "keep")
+    }
+    lines, refused = [], {}
+    worst: dict[str, float] = {}
+    outside = failed = 0
+    for row in rows:
+        if "refused" in row:
+            refused.setdefault(row["refused"].split(":")[-1].strip(), []).append(row)
+            continue
+        name = f"| {row['task']} | {row['activations']} | {row['ranks']} | {row['stage']} | {row['precision']} | {row['offload']} |"
+        if "failed" in row:
+            failed += 1
+            lines.append(f"{name} FAILED: {row['failed']} | | |")
+            continue
+        off = abs(row["loss"] / reference[row["task"]] - 1)
+        worst[row["precision"]] = max(worst.get(row["precision"], 0.0), off)
+        outside += off > TOLERANCE[row["precision"]]
+        lines.append(f"{name} {row['loss']:.4f} | {100 * off:.3f} | {row['skipped']} |")
+    said = "\n".join(f"- {len(which)} cells: {why}" for why, which in sorted(refused.items()))
+    spread = "\n".join(f"- {name}: {100 * off:.3f} % (tolerance {100 * TOLERANCE[name]:g} %)" for name, off in worst.items())
+    return f"""# Every cell
+
+`python benchmarks/cells.py --out docs/cells.md --steps {steps} --device {device}`: {len(lines) - failed} cells train, {failed} fail,
+{outside} end outside their precision's tolerance, {sum(map(len, refused.values()))} are refused.
+
+Farthest from fp32 at stage 0 on one rank, loss after {steps} steps:
+
+{spread}
+
+Refused, with the reason:
+
+{said}
+
+| task | activations | ranks | ZeRO | precision | offload | loss | off, % | skipped |
+|---|---|---|---|---|---|---|---|---|
+""" + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--work", type=Path)
+    arguments = parser.parse_args()
+    if arguments.work:
+        work(arguments.work, arguments.device, arguments.steps)
+        return
+    rows = []
+    for ranks in arguments.ranks:
+        part = Path(tempfile.mkdtemp()) / "rows.jsonl"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
+        command += ["--rdzv-endpoint", "localhost:0", __file__, "--out", str(arguments.out), "--work", str(part)]
+        subprocess.run([*command, "--steps", str(arguments.steps), "--device", arguments.device], check=True)
+        rows += [json.loads(line) for line in part.read_text().splitlines()]
+        arguments.out.write_text(table(rows, arguments.device, arguments.steps))
+
+
+if __name__ == "__main__":
+    main()
