@@ -17,7 +17,7 @@ train: $(READY) ## the main job on the embedded default; ARGS="..." are passed o
 test: $(READY) ## every test
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-test-fast: $(READY) ## the tests that start no rank processes
+test-fast: $(READY) ## the quick tests: no rank processes
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
 
 clean: ## remove the environment; outputs/ stays

@@ -172,6 +172,10 @@ Farthest from fp32 at stage 0 on one rank, loss after {steps} steps:
 
 {spread}
 
+Detection starts from random weights here, with losses in the hundreds, which bf16 weights follow only roughly. On two ranks
+its images are not padded to each other's size as they are on one, which alone changes what such weights answer; with images
+of one size the losses are equal to 1e-5 (`tests/commands/test_detection.py`).
+
 Refused, with the reason:
 
 {said}

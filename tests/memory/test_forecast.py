@@ -21,6 +21,7 @@ def found(*words: str, images: int = 4, task: str = "detection"):
     return forecast(settings, made, WORST, 1, images), settings, made
 
 
+@pytest.mark.slow
 def test_what_takes_less_is_said_to_take_less():
     plain = found()[0]
     assert plain.peak == sum(plain.device.values()) and plain.dominant() == "activations"
@@ -46,6 +47,7 @@ def test_the_limit_decides():
     assert replace(plain, limit=None).fits is None
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_one_more_does_not():
     plain, settings, task = found()
     tight = replace(plain, limit=int(2.7 * plain.peak))
