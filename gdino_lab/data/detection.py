@@ -24,7 +24,7 @@ from gdino_lab.data.annotations import (
 )
 from gdino_lab.data.formats.coco import parse_coco
 from gdino_lab.data.formats.odvg import parse_odvg, read_label_map
-from gdino_lab.data.images import read_size
+from gdino_lab.data.images import read_size, sides_of
 from gdino_lab.errors import ConfigurationError, nearest
 
 log = logging.getLogger(__name__)
@@ -72,12 +72,11 @@ class DetectionData:
         draw_size: int = 0,
     ):
         self.root = Path(root)
-        sizes = [image_size, image_size] if isinstance(image_size, int) else list(image_size)
         complaints = []
-        if len(sizes) != 2 or not 32 <= sizes[0] <= sizes[1]:
-            complaints.append(
-                f"data.image_size={image_size}: allowed is one side of 32 pixels or more, or [shortest, longest]"
-            )
+        try:
+            self.shortest, self.longest = sides_of(image_size)
+        except ConfigurationError as error:
+            complaints += error.complaints
         annotations = dict(zip(SPLITS, (train_annotations, val_annotations), strict=True))
         complaints += [
             f"data.{split}_annotations={path}: allowed is a file that ends in {', '.join(SUFFIXES)}"
@@ -86,7 +85,6 @@ class DetectionData:
         ]
         if complaints:
             raise ConfigurationError(complaints)
-        self.shortest, self.longest = sizes
         self.annotations = {split: self.root / path for split, path in annotations.items()}
         folders = dict(zip(SPLITS, (train_images, val_images), strict=True))
         self.folders = {split: None if path is None else self.root / path for split, path in folders.items()}

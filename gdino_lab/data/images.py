@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +75,20 @@ def read_mask(path: Path) -> np.ndarray:
             return np.asarray(image).astype(np.uint8) * (255 if image.mode == "1" else 1)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ConfigurationError(f"{path}: not a readable mask ({error})") from None
+
+
+def sides_of(image_size: int | Sequence[int]) -> tuple[int, int]:
+    """(shortest, longest) side in pixels, from one number for both or the two.
+
+    Raises:
+        ConfigurationError: neither, or a side below 32.
+    """
+    sides = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    if len(sides) != 2 or not 32 <= sides[0] <= sides[1]:
+        raise ConfigurationError(
+            f"data.image_size={image_size}: allowed is one side of 32 pixels or more, or [shortest, longest]"
+        )
+    return sides
 
 
 def fitted_size(height: int, width: int, shortest: int, longest: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gdino_lab.data.images import read_mask, read_rgb
+from gdino_lab.data.images import read_mask, read_rgb, sides_of
 from gdino_lab.errors import ConfigurationError, nearest
 
 GOOD, LOGICAL, STRUCTURAL = "good", "logical_anomalies", "structural_anomalies"
@@ -59,12 +59,7 @@ class LocoData:
     ):
         self.root = Path(root)
         self.asked = category
-        sizes = [image_size, image_size] if isinstance(image_size, int) else list(image_size)
-        if len(sizes) != 2 or not 32 <= sizes[0] <= sizes[1]:
-            raise ConfigurationError(
-                f"data.image_size={image_size}: allowed is one side of 32 pixels or more, or [shortest, longest]"
-            )
-        self.shortest, self.longest = sizes
+        self.shortest, self.longest = sides_of(image_size)
         self.prompt = {name: list(phrases) for name, phrases in prompt.items()}
         self._draw = draw
         self._draw_size = draw_size
