@@ -205,6 +205,7 @@ def climbed(words: list[str], rungs: list[list[str]] | None = None) -> tuple[int
     return code, json.loads(Path("climbed/ladder.json").read_text())
 
 
+@pytest.mark.slow
 def test_climbing(pretended: dict, small_set: Path):
     pretended["03_rung3"] = (3, "out_of_memory")
     rungs = [
