@@ -23,6 +23,7 @@ import torch
 import yaml
 from hydra.utils import get_object
 from omegaconf import OmegaConf
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from gdino_lab import checkpoint, postmortem, settings as settings_module
@@ -149,7 +150,10 @@ def data_and_task(settings: Settings) -> tuple[Any, Task | None, list[str]]:
             [*complaints, f"data does not suit the task: {type(task).__name__} takes data={task.data_choices}"]
         )
     if not complaints:
-        complaints = tuning_complaints(settings, task, made["tuning"]) + size_complaints(settings, task, data)
+        with torch.device("meta"):
+            detector = grounding_dino.skeleton(**_arguments(settings.model))
+        complaints = size_complaints(detector.config, task, data)
+        complaints += tuning_complaints(detector, task, made["tuning"])
     return data, task, complaints
 
 
@@ -172,10 +176,8 @@ def planned(settings: Settings) -> tuple[Task, Any, Plan, list[str]]:
     return task, data, make_plan(settings, images, settings.hardware.devices), notices
 
 
-def size_complaints(settings: Settings, task: Task, data: Any) -> list[str]:
+def size_complaints(config: Any, task: Task, data: Any) -> list[str]:
     """Images so small that the encoder has fewer tokens than the decoder takes queries from them."""
-    with torch.device("meta"):
-        config = grounding_dino.skeleton(**_arguments(settings.model)).config
     side = int(data.shortest * task.smallest_scale)
     tokens = sum(height * width for height, width in level_sizes(config, side, side))
     if tokens >= config.num_queries:
@@ -187,12 +189,12 @@ def size_complaints(settings: Settings, task: Task, data: Any) -> list[str]:
     ]
 
 
-def tuning_complaints(settings: Settings, task: Task, tuning: Tuning) -> list[str]:
+def tuning_complaints(detector: PreTrainedModel, task: Task, tuning: Tuning) -> list[str]:
     """Patterns and layers that the model does not have, and a choice that leaves nothing to train."""
     try:
         with torch.device("meta"):
-            module = task.attach(tuning.prepare(grounding_dino.skeleton(**_arguments(settings.model))))
-        if tuning.groups(module, settings.optimizer["lr"]):
+            module = task.attach(tuning.prepare(detector))
+        if tuning.groups(module, lr=0.0):
             return []
     except ConfigurationError as error:
         return error.complaints

@@ -14,10 +14,10 @@ from gdino_lab.memory.trace import Trace, trace_step
 from gdino_lab.models import grounding_dino
 from gdino_lab.models.recompute import recompute_activations
 from gdino_lab.plan import BYTES, bucket_elements, zero_stage
+from gdino_lab.scoring import DTYPES
 from gdino_lab.settings import Settings, instantiate
 from gdino_lab.tasks.protocol import Task, Worst
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # cuBLAS takes this once and keeps it, through the same allocator (seen on an H200).
 CUBLAS_WORKSPACE = 66 * 2**20
 # How far a prediction was off at most, as a share of what was measured (docs/memory.md).

@@ -6,7 +6,7 @@ from gdino_lab.memory.forecast import CUBLAS_WORKSPACE, Forecast, count, forecas
 from gdino_lab.memory.states import Sizes, states
 from gdino_lab.plan import BYTES, bucket_elements, zero_stage
 from gdino_lab.settings import Settings
-from gdino_lab.tasks.protocol import Table, Task, Worst
+from gdino_lab.tasks.protocol import Table, Task
 
 
 def table(found: Forecast) -> Table:
