@@ -1,24 +1,15 @@
-"""What this machine can do: `read_...` looks, a pure `judge_...` says what it means and what to do about it."""
+"""What this machine can do: each reading of gdino_lab/machine goes to a `judge_...`: what it means, and the cure."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
 import re
 import resource
-import shutil
-import subprocess
-import sys
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Literal
 
 import psutil
@@ -26,6 +17,9 @@ import torch
 from huggingface_hub import constants as hub
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+from gdino_lab.machine import devices, host, software
+from gdino_lab.machine.devices import Driver, Gpu
 
 GIB = 2**30
 NAMED_PACKAGES = ("torch", "deepspeed", "transformers", "hydra-core")
@@ -37,9 +31,6 @@ OFFLOAD_BYTES = 16 * 172_000_000
 SHARED_BYTES = GIB
 DISK_BYTES = 10e9
 OPEN_FILES = 1024
-HUB_SECONDS = 2.0
-HUB_ID = "IDEA-Research/grounding-dino-tiny"
-SHARED = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -51,77 +42,44 @@ class Finding:
     """What to do; empty where all is well."""
 
 
-@dataclass(frozen=True)
-class Holder:
-    """A process that holds memory of a GPU; bytes are None where the driver does not tell."""
-
-    pid: int
-    name: str
-    bytes: int | None
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as the driver numbers it; sizes in bytes, `holders` without this process."""
-
-    index: int
-    name: str
-    total: int
-    free: int
-    capability: tuple[int, int]
-    holders: list[Holder] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Driver:
-    """What NVIDIA's driver says. `cuda` is the newest version it runs; `error` says why it does not answer."""
-
-    version: str = ""
-    cuda: tuple[int, int] = (0, 0)
-    gpus: list[Gpu] = field(default_factory=list)
-    error: str = ""
-    broken: bool = False
-    """There is a driver, but it fails; False where there is none."""
-
-
 def examine() -> list[Finding]:
     """Every check on this machine, with the current folder as the place of outputs/."""
-    driver = read_driver()  # before anything here or below touches a GPU
+    driver = devices.read_driver()  # before anything here or below touches a GPU
     with ThreadPoolExecutor() as pool:  # what waits, waits together
-        probe = pool.submit(read_deepspeed)
-        answer = pool.submit(read_hub, hub.ENDPOINT) if not hub.HF_HUB_OFFLINE else None
-        compiler = pool.submit(read_compiler)
-        sees, cuda_error = read_torch_cuda()
-        python, requirements = read_declared()
+        probe = pool.submit(software.read_deepspeed)
+        answer = pool.submit(software.read_hub, hub.ENDPOINT) if not hub.HF_HUB_OFFLINE else None
+        compiler = pool.submit(software.read_compiler)
+        sees, cuda_error = devices.read_torch_cuda()
+        python, requirements = software.read_declared()
         findings = [
             judge_python(platform.python_version(), python),
-            judge_packages(requirements, read_installed(requirements)),
+            judge_packages(requirements, software.read_installed(requirements)),
             judge_torch(torch.version.cuda, sees, cuda_error, os.environ.get("CUDA_VISIBLE_DEVICES"), driver),
             *(judge_gpu(gpu) for gpu in driver.gpus),
             *(
-                judge_gpu_dtypes(index, torch.cuda.get_device_capability(index), read_dtypes(f"cuda:{index}"))
+                judge_gpu_dtypes(index, torch.cuda.get_device_capability(index), devices.read_dtypes(f"cuda:{index}"))
                 for index in range(sees)
             ),
-            judge_cpu_dtypes(read_dtypes("cpu"), read_bf16_instructions()),
-            judge_host_memory(psutil.virtual_memory().available, psutil.swap_memory().total, read_memory_limit()),
-            judge_shared_memory(shutil.disk_usage(SHARED) if SHARED.is_dir() else None),
-            judge_leftovers([path.stat().st_size for path in SHARED.glob("deepspeed_*")]),
-            judge_pinned_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
+            judge_cpu_dtypes(devices.read_dtypes("cpu"), host.read_bf16_instructions()),
+            judge_host_memory(psutil.virtual_memory().available, psutil.swap_memory().total, host.read_memory_limit()),
+            judge_shared_memory(host.read_shared()),
+            judge_leftovers(host.read_leftovers()),
+            judge_pinned_memory(host.read_memlock()),
             judge_compiler(*compiler.result()),
-            judge_nvcc(read_nvcc(), torch.version.cuda),
-            judge_ninja(shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))),
+            judge_nvcc(software.read_nvcc(), torch.version.cuda),
+            judge_ninja(software.read_ninja()),
             judge_deepspeed(*probe.result()),
-            judge_operators(probe.result()[0], read_built_operators(), os.environ.get("DS_PIN_MEMORY_BACKEND", "")),
+            judge_operators(probe.result()[0], software.read_built_operators(), os.environ.get("DS_PIN_MEMORY_BACKEND", "")),
             judge_arch_list(os.environ.get("TORCH_CUDA_ARCH_LIST", "")),
-            judge_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
-            judge_threads(os.environ.get("OMP_NUM_THREADS", ""), os.cpu_count() or 1, read_usable_cores()),
+            judge_open_files(host.read_open_files()),
+            judge_threads(os.environ.get("OMP_NUM_THREADS", ""), os.cpu_count() or 1, host.read_usable_cores()),
             judge_hub(hub.ENDPOINT, answer and answer.result()),
-            judge_disk(*read_disk(Path("outputs"))),
+            judge_disk(*host.read_disk(Path("outputs"))),
         ]
     return findings
 
 
-# --- judging: pure ---------------------------------------------------------------------------------------------------
+# --- pure from here on -----------------------------------------------------------------------------------------------
 
 
 def judge_python(version: str, allowed: str) -> Finding:
@@ -239,12 +197,12 @@ def judge_host_memory(available: int, swap: int, limit: tuple[int, int] | None) 
     return Finding("host memory", "ok", detail)
 
 
-def judge_shared_memory(size: tuple[int, int, int] | None) -> Finding:
-    """Bytes of /dev/shm: all, used and free; None where there is none."""
+def judge_shared_memory(size: tuple[int, int] | None) -> Finding:
+    """Bytes of /dev/shm: all and free; None where there is none."""
     if size is None:
         return Finding("/dev/shm", "ok", "this system has none")
-    detail = f"{gib(size[2])} free of {gib(size[0])}"
-    if size[2] < SHARED_BYTES:
+    detail = f"{gib(size[1])} free of {gib(size[0])}"
+    if size[1] < SHARED_BYTES:
         cure = "in a container: --shm-size=8g or --ipc=host; else free it, or train.workers=0 and one GPU"
         return Finding("/dev/shm", "warning", f"{detail}; NCCL and data processes exchange through it", cure)
     return Finding("/dev/shm", "ok", detail)
@@ -350,7 +308,7 @@ def judge_hub(endpoint: str, error: str | None) -> Finding:
     if error is None:
         return Finding("hub", "ok", "not asked, since HF_HUB_OFFLINE is set: weights come from the cache or a folder")
     if error:
-        cure = f"where there is a network: hf download {HUB_ID} --local-dir DIR; then model.pretrained=DIR"
+        cure = f"where there is a network: hf download {software.HUB_ID} --local-dir DIR; then model.pretrained=DIR"
         return Finding("hub", "warning", f"{endpoint}: {error}", cure)
     return Finding("hub", "ok", f"{endpoint} answers")
 
@@ -366,243 +324,3 @@ def judge_disk(folder: str, free: int) -> Finding:
 
 def gib(size: int | None) -> str:
     return "? GiB" if size is None else f"{size / GIB:.1f} GiB"
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
-def read_declared() -> tuple[str, list[str]]:
-    """Python's range and the requirements of pyproject.toml without extras; ("", []) where it is not installed."""
-    try:
-        declared = metadata.metadata("gdino-lab")["Requires-Python"]
-        requirements = metadata.requires("gdino-lab") or []
-    except metadata.PackageNotFoundError:
-        return "", []
-    return declared, [text for text in requirements if "extra ==" not in text]
-
-
-def read_installed(requirements: list[str]) -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in (Requirement(text).name for text in requirements):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def read_driver() -> Driver:
-    """NVIDIA's driver, its GPUs and who holds their memory."""
-    try:
-        import pynvml
-    except ImportError:
-        return Driver(error="the package nvidia-ml-py is not installed")
-    try:
-        pynvml.nvmlInit()
-    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded) as error:
-        return Driver(error=str(error))
-    except pynvml.NVMLError as error:
-        return Driver(error=str(error), broken=True)
-    try:
-        newest = pynvml.nvmlSystemGetCudaDriverVersion()
-        gpus = [_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return Driver(pynvml.nvmlSystemGetDriverVersion(), (newest // 1000, newest % 1000 // 10), gpus)
-    except pynvml.NVMLError as error:
-        return Driver(error=str(error), broken=True)
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _read_gpu(pynvml, index: int) -> Gpu:
-    device = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(device)
-    capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(device))
-    held: dict[int, int | None] = {}
-    for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
-        try:
-            held |= {process.pid: process.usedGpuMemory for process in ask(device)}
-        except pynvml.NVMLError:  # not every kind of GPU can tell
-            continue
-    holders = [Holder(pid, _process_name(pid), size) for pid, size in held.items() if pid != os.getpid()]
-    return Gpu(index, pynvml.nvmlDeviceGetName(device), memory.total, memory.free, capability, holders)
-
-
-def _process_name(pid: int) -> str:
-    try:
-        return psutil.Process(pid).name()
-    except psutil.Error:
-        return "of another container"
-
-
-def read_torch_cuda() -> tuple[int, str]:
-    """CUDA devices torch can use; torch's own words where there is none."""
-    try:
-        torch.cuda.init()  # is_available() would say no, but not why
-    except (RuntimeError, AssertionError) as error:
-        return 0, str(error).splitlines()[0]
-    return torch.cuda.device_count(), ""
-
-
-def read_dtypes(device: str) -> dict[str, str]:
-    """dtype -> why a small product fails there, empty where it does not."""
-    errors = {}
-    for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.items():
-        try:
-            ones = torch.ones(16, 16, device=device, dtype=dtype)
-            errors[name] = "" if (ones @ ones == 16).all() else "wrong result"
-        except RuntimeError as error:
-            errors[name] = str(error).splitlines()[0]
-    return errors
-
-
-def read_bf16_instructions(path: Path = Path("/proc/cpuinfo")) -> bool:
-    words = set(path.read_text().split()) if path.exists() else set()
-    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
-
-
-def cgroup_folders(
-    controller: str, own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> Iterator[Path]:
-    """This process's control group of either version and those around it: each may set a limit."""
-    for line in own.read_text().splitlines() if own.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        base = root / controller if controllers else root
-        innermost = base / path.lstrip("/")
-        yield from (each for each in (innermost, *innermost.parents) if each.is_relative_to(base) and each.is_dir())
-
-
-def read_memory_limit(folders: Iterator[Path] | None = None) -> tuple[int, int] | None:
-    """The container's memory limit and what is left of it, bytes; None where nothing limits."""
-    found = []
-    for folder in cgroup_folders("memory") if folders is None else folders:
-        limit = _number(folder, "memory.max", "memory.limit_in_bytes")
-        used = _number(folder, "memory.current", "memory.usage_in_bytes")
-        if limit is None or used is None or limit >= 2**60:  # version 1 writes "none" as a huge number
-            continue
-        stat = (folder / "memory.stat").read_text() if (folder / "memory.stat").exists() else ""
-        counts = dict(line.split() for line in stat.splitlines())
-        cache = counts.get("total_inactive_file", counts.get("inactive_file", 0))  # given back when needed
-        found.append((limit, limit - used + int(cache)))
-    return min(found, key=lambda pair: pair[1], default=None)
-
-
-def read_usable_cores(folders: Iterator[Path] | None = None) -> float:
-    """Cores by affinity and by the container's quota."""
-    usable = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    for folder in cgroup_folders("cpu") if folders is None else folders:
-        quota = _number(folder, "cpu.max", "cpu.cfs_quota_us")
-        period = _number(folder, "cpu.cfs_period_us") or 100_000
-        if (folder / "cpu.max").exists():
-            period = int((folder / "cpu.max").read_text().split()[1])
-        if quota is not None and quota > 0:
-            usable = min(usable, quota / period)
-    return usable
-
-
-def _number(folder: Path, *names: str) -> int | None:
-    """The first number in the first of the files that is there; None for 'max' or no file."""
-    for path in (folder / name for name in names):
-        if path.exists():
-            word = path.read_text().split()[0]
-            return None if word == "max" else int(word)
-    return None
-
-
-def read_compiler() -> tuple[str, str]:
-    """The first line of c++ --version, and why it cannot compile; see judge_compiler."""
-    path = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
-    if path is None:
-        return "", ""
-    version = (_output([path, "--version"]).splitlines() or [path])[0]
-    command = [path, "-std=c++20", "-x", "c++", "-c", "-", "-o", "/dev/null"]
-    try:
-        tried = subprocess.run(command, input="#include <concepts>\n", capture_output=True, text=True, timeout=15)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return version, str(error)
-    failed = tried.stderr.strip() or f"exit code {tried.returncode}"
-    return version, failed.splitlines()[0] if tried.returncode else ""
-
-
-def read_nvcc() -> str:
-    """nvcc's version as 13.0; empty where there is none."""
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    path = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
-    release = re.search(r"release (\d+\.\d+)", _output([path, "--version"])) if path else None
-    return release[1] if release else ""
-
-
-def _output(command: list[str]) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-
-# In a process of its own: importing DeepSpeed takes seconds, prints, and fails where its surroundings are broken.
-PROBE = """
-import json, sys
-from contextlib import redirect_stdout
-from importlib.util import find_spec
-with redirect_stdout(sys.stderr):
-    import deepspeed
-    accelerator = deepspeed.get_accelerator()
-    builder = accelerator.create_op_builder("CPUAdamBuilder")
-    found = {
-        "accelerator": accelerator.device_name(),
-        "cpu_adam": builder is not None and bool(builder.is_compatible()),
-        "prebuilt": find_spec("deepspeed.ops.adam.cpu_adam_op") is not None,
-    }
-print("FOUND", json.dumps(found))
-"""
-
-
-def read_deepspeed() -> tuple[dict | None, str]:
-    """accelerator, cpu_adam (compatible) and prebuilt; or None and the error."""
-    variables = {"DS_ACCELERATOR": "cuda" if torch.cuda.is_available() else "cpu"}
-    try:
-        tried = subprocess.run(
-            [sys.executable, "-c", PROBE], env=os.environ | variables, capture_output=True, text=True, timeout=60
-        )
-    except subprocess.TimeoutExpired:
-        return None, "it takes more than a minute"
-    for line in tried.stdout.splitlines():
-        if line.startswith("FOUND "):
-            return json.loads(line[6:]), ""
-    return None, (tried.stderr.strip() or f"exit code {tried.returncode}").splitlines()[-1]
-
-
-def read_built_operators() -> list[str]:
-    """Names of the operators that torch has compiled and kept, DeepSpeed's among them."""
-    cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
-    return sorted({path.stem for path in root.rglob("*.so")})
-
-
-def read_hub(endpoint: str, seconds: float = HUB_SECONDS) -> str:
-    """Why the hub gives no file, empty where it does; answers within `seconds`, whatever the name servers do."""
-    answers: list[str] = []
-
-    def ask() -> None:
-        request = urllib.request.Request(f"{endpoint}/{HUB_ID}/resolve/main/config.json", method="HEAD")
-        try:
-            urllib.request.urlopen(request, timeout=seconds).close()
-            answers.append("")
-        except urllib.error.HTTPError as error:
-            error.close()
-            answers.append(f"answers with {error.code}")
-        except (OSError, ValueError) as error:
-            answers.append(str(getattr(error, "reason", error)))
-
-    thread = Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else f"no answer in {seconds:g} s"
-
-
-def read_disk(folder: Path) -> tuple[str, int]:
-    """`folder`, resolved, and the free bytes where it lies or will lie."""
-    folder = folder.resolve()
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    return str(folder), shutil.disk_usage(there).free

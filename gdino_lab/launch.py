@@ -28,6 +28,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from gdino_lab import checkpoint, postmortem, settings as settings_module
 from gdino_lab.errors import ConfigurationError
+from gdino_lab.machine.host import read_oom_kills
+from gdino_lab.machine.readings import Readings, read_all
 from gdino_lab.memory.forecast import forecast
 from gdino_lab.models import grounding_dino
 from gdino_lab.models.anomaly_detector import level_sizes
@@ -408,7 +410,7 @@ def run_rank(job: dict[str, Any], joined: bool = False) -> int:
     rank = int(os.environ["RANK"])
     stop = StopRequest()
     start_logging(folder, rank)
-    heart, oom_kills = Heart(folder, rank), postmortem.read_oom_kills()
+    heart, oom_kills = Heart(folder, rank), read_oom_kills()
     watch = Watch(folder, job["settings"], partial(report_failure, folder)) if joined and rank == 0 else nullcontext()
     code = DONE
     try:
@@ -498,9 +500,9 @@ def record_failure(error: BaseException, folder: RunFolder, rank: int, settings:
     """Leave what went wrong in ranks/rank_N.failure.json; returns the exit code.
 
     Args:
-        oom_kills: postmortem.read_oom_kills() as it was when the rank began.
+        oom_kills: read_oom_kills() as it was when the rank began.
     """
-    readings = postmortem.read_all(oom_kills, on_device=settings["hardware"]["device"] == "cuda")
+    readings = read_all(oom_kills, on_device=settings["hardware"]["device"] == "cuda")
     found = postmortem.diagnose(error, readings, settings)
     log.error("rank %d failed: %s", rank, found.cause)
     told = found.kind == postmortem.REFUSED
@@ -521,7 +523,7 @@ def exit_code(kind: str) -> int:
     return OUT_OF_MEMORY if kind in postmortem.OUT_OF_MEMORY_KINDS else FAILED
 
 
-def post_mortem(folder: RunFolder, error: Any, readings: postmortem.Readings, settings: dict[str, Any]) -> int:
+def post_mortem(folder: RunFolder, error: Any, readings: Readings, settings: dict[str, Any]) -> int:
     """Status and message after a rank died, from what the ranks left or, where it could not, from how it died."""
     first = min(error.failures.values(), key=lambda failure: failure.timestamp)
     if not folder.rank_failure(first.local_rank).exists():

@@ -1,4 +1,4 @@
-"""Why a rank died and what to change: `read_...` looks at the machine, a pure `diagnose_...` judges.
+"""Why a rank died and what to change: from the error or the exit code, and from what gdino_lab/machine read. Pure.
 
 Whatever is told in figures is bytes, seconds or a count, as its name says.
 """
@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import errno
 import linecache
-import os
 import re
-import resource
-import shutil
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-from torch import Tensor, nn
 
-from gdino_lab.doctor import SHARED, Holder, cgroup_folders, read_memory_limit
 from gdino_lab.errors import ConfigurationError
+from gdino_lab.machine.devices import Device
+from gdino_lab.machine.readings import Readings
+from gdino_lab.models.not_finite import NotFinite
 from gdino_lab.run_folder import LOST_PEER
 
 ALLOCATOR, DEVICE_TAKEN, HOST, PINNED, SHARED_MEMORY = (
@@ -41,52 +35,6 @@ Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Host:
-    """Memory of the machine at one moment, bytes; `limit` and `left` are the container's, None without one."""
-
-    total: int
-    available: int
-    swap_free: int
-    limit: int | None
-    left: int | None
-    processes: dict[int, int]
-    """Resident bytes by process id: the ranks with their data processes."""
-
-    def share_left(self) -> float:
-        shares = [self.available / self.total]
-        if self.limit:
-            shares.append(self.left / self.limit)
-        return min(shares)
-
-
-@dataclass(frozen=True)
-class Device:
-    """Memory of a GPU, bytes: as the driver sees it, what this process's allocator has of it, and who else has some."""
-
-    index: int
-    total: int | None = None
-    free: int | None = None
-    allocated: int | None = None
-    reserved: int | None = None
-    peak: int | None = None
-    others: list[Holder] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Readings:
-    """What the machine said when a rank died; None where there was nothing to ask."""
-
-    host: Host | None = None
-    oom_kills: int | None = None
-    """Processes the kernel ended for lack of memory since the run began."""
-    shared: tuple[int, int] | None = None
-    """Total and free bytes of /dev/shm."""
-    memlock: int | None = None
-    """Bytes a process may lock in memory; -1: any number."""
-    device: Device | None = None
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     kind: str
     cause: str
@@ -99,23 +47,11 @@ class Diagnosis:
         return {"kind": self.kind, "cause": self.cause, "figures": self.figures, "to_try": self.to_try}
 
 
-class NotFinite(FloatingPointError):
-    """The loss, or an evaluation, is NaN or infinite.
-
-    `figures`: what (loss or evaluation), step, terms (of the loss that are not finite), inputs (of the model that are
-    not), identity (of the batch), and what find_not_finite found; empty where only another rank's loss is not finite.
-    """
-
-    def __init__(self, figures: dict[str, Any]):
-        self.figures = figures
-        super().__init__(_not_finite_cause(figures) if figures else "the loss of another rank is not finite")
-
-
 # --- judging an exception -------------------------------------------------------------------------------------------
 
 
 def diagnose(error: BaseException, readings: Readings, settings: Settings) -> Diagnosis:
-    """What an exception means. Pure: everything about the machine comes in `readings`, about the run in `settings`."""
+    """What an exception means; everything about the machine comes in `readings`, about the run in `settings`."""
     root = error
     while root.__cause__ is not None:
         root = root.__cause__
@@ -314,7 +250,7 @@ def _shared(error: BaseException, readings: Readings, settings: Settings) -> Dia
         return Diagnosis(
             SHARED_MEMORY,
             f"the data processes share more pieces of memory than this process may have files open ({cause})",
-            {"open_files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0]} | _shared_figures(readings),
+            _known(open_files_limit=readings.open_files) | _shared_figures(readings),
             shared_cure(settings, "raise the limit: ulimit -n 65536"),
         )
     return Diagnosis(
@@ -345,7 +281,7 @@ def _frames(error: BaseException) -> Iterator[tuple[str, str, str]]:
 
 
 def diagnose_exit(exitcode: int, rank: int, readings: Readings, settings: Settings) -> Diagnosis:
-    """What it means that a rank ended with `exitcode` (negative: minus the signal) and left no message. Pure."""
+    """What it means that a rank ended with `exitcode` (negative: minus the signal) and left no message."""
     if exitcode >= 0:
         return Diagnosis(OTHER, f"rank {rank} died by exit code {exitcode} without a word", {"exit_code": exitcode})
     number = -exitcode
@@ -380,80 +316,6 @@ def _killed(how: str, readings: Readings, settings: Settings) -> Diagnosis:
 
 def _used_up(size: tuple[int, int] | None) -> bool:
     return size is not None and size[1] < NOTHING_LEFT * size[0]
-
-
-# --- judging a loss -------------------------------------------------------------------------------------------------
-
-
-def find_not_finite(module: nn.Module, forward: Callable[[], Any]) -> dict[str, Any]:
-    """Call `forward` and find the first module, in order of execution, whose output is NaN or infinite.
-
-    Minus infinity alone is what masks are filled with, so it counts only in the output of torch's own layers.
-
-    Returns:
-        module, type, nan and infinite (numbers in its output), of, inputs_finite and weights_finite (None where they
-        cannot be seen, as under ZeRO-3); empty where every output is finite.
-    """
-    found: dict[str, Any] = {}
-
-    def look(name: str, each: nn.Module, inputs: Any, output: Any) -> None:
-        if found:
-            return
-        own = type(each).__module__.startswith("torch.nn")
-        for tensor in _tensors(output):
-            nan, positive = int(tensor.isnan().sum()), int(tensor.isposinf().sum())
-            infinite = positive + int(tensor.isneginf().sum())
-            if nan or positive or own and infinite:
-                weights = [weight for weight in each.parameters(recurse=False) if weight.numel()]
-                found.update(
-                    module=name or "the whole model",
-                    type=type(each).__name__,
-                    nan=nan,
-                    infinite=infinite,
-                    of=tensor.numel(),
-                    inputs_finite=all(bool(given.isfinite().all()) for given in _tensors(inputs)),
-                    weights_finite=all(bool(weight.isfinite().all()) for weight in weights) if weights else None,
-                )
-                return
-
-    hooks = [each.register_forward_hook(partial(look, name)) for name, each in module.named_modules()]
-    try:
-        with torch.no_grad():
-            forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Floating tensors in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _not_finite_cause(figures: dict[str, Any]) -> str:
-    cause = f"the {figures['what']} is not finite at step {figures['step']}"
-    if figures.get("inputs"):
-        return f"{cause}: the batch itself is not, in {', '.join(figures['inputs'])}"
-    if figures.get("module"):
-        cause += (
-            f": the first module with a non-finite output is {figures['module']} ({figures['type']}), "
-            f"{figures['nan']} NaN and {figures['infinite']} infinite of {figures['of']}"
-        )
-        if figures["weights_finite"] is False:
-            return f"{cause}; its own weights are not finite: an earlier step broke them"
-        return f"{cause}; its weights are finite" if figures["weights_finite"] else cause
-    if figures.get("terms"):
-        return f"{cause}: every module's output is finite, the loss terms {', '.join(figures['terms'])} are not"
-    return f"{cause}: every module's output is finite"
 
 
 # --- cures ----------------------------------------------------------------------------------------------------------
@@ -582,119 +444,3 @@ def _shared_figures(readings: Readings) -> dict[str, Any]:
 
 def _shared_words(readings: Readings) -> str:
     return "" if readings.shared is None else f", {amount(readings.shared[1])} of {amount(readings.shared[0])} free"
-
-
-# --- reading --------------------------------------------------------------------------------------------------------
-
-
-def read_all(oom_kills_before: int | None, on_device: bool) -> Readings:
-    """Everything a dying rank can say; what cannot be asked any more is left out.
-
-    Args:
-        oom_kills_before: what read_oom_kills said when the run began.
-    """
-    return Readings(
-        _or_none(read_host, [os.getpid()]),
-        kills_since(oom_kills_before),
-        _or_none(read_shared),
-        _or_none(read_memlock),
-        _or_none(read_device, int(os.environ.get("LOCAL_RANK", 0))) if on_device else None,
-    )
-
-
-def _or_none(read: Callable, *arguments: Any) -> Any:
-    """A post-mortem must not die of its own questions."""
-    try:
-        return read(*arguments)
-    except Exception:
-        return None
-
-
-def read_host(ranks: list[int]) -> Host:
-    """Host memory now; `ranks` are the process ids whose trees are counted."""
-    memory, limit = psutil.virtual_memory(), read_memory_limit()
-    sizes: dict[int, int] = {}
-    for rank in ranks:
-        with suppress(psutil.Error):
-            tree = [psutil.Process(rank), *psutil.Process(rank).children(recursive=True)]
-            for each in tree:
-                with suppress(psutil.Error):
-                    sizes[each.pid] = each.memory_info().rss
-    return Host(
-        memory.total, memory.available, psutil.swap_memory().free, *(limit or (None, None)), processes=sizes
-    )
-
-
-def read_oom_kills(folders: Iterator[Path] | None = None, whole: Path = Path("/proc/vmstat")) -> int | None:
-    """Processes the kernel has ended for lack of memory: in this control group, or on the machine where that is not told."""
-    innermost = next(iter(cgroup_folders("memory") if folders is None else folders), None)
-    paths = [] if innermost is None else [innermost / "memory.events", innermost / "memory.oom_control"]
-    for path in (*paths, whole):
-        with suppress(OSError):
-            counts = dict(line.split()[:2] for line in path.read_text().splitlines() if len(line.split()) > 1)
-            if "oom_kill" in counts:
-                return int(counts["oom_kill"])
-    return None
-
-
-def kills_since(before: int | None) -> int | None:
-    now = _or_none(read_oom_kills)
-    return None if now is None or before is None else now - before
-
-
-def read_shared() -> tuple[int, int] | None:
-    if not SHARED.is_dir():
-        return None
-    size = shutil.disk_usage(SHARED)
-    return size.total, size.free
-
-
-def read_memlock() -> int:
-    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-
-
-def read_device(index: int) -> Device:
-    """This rank's GPU; each part on its own, since a driver out of memory answers only some questions."""
-    figures: dict[str, Any] = {}
-    with suppress(Exception):
-        figures["free"], figures["total"] = torch.cuda.mem_get_info(index)
-    with suppress(Exception):
-        if torch.cuda.is_initialized():
-            stats = torch.cuda.memory_stats(index)
-            for name, key in (("allocated", "allocated_bytes"), ("reserved", "reserved_bytes")):
-                figures[name] = stats[f"{key}.all.current"]
-            figures["peak"] = stats["allocated_bytes.all.peak"]
-    with suppress(Exception):
-        memory, figures["others"] = read_holders(index)
-        figures.setdefault("total", memory.total)
-        figures.setdefault("free", memory.free)
-    return Device(index, **figures)
-
-
-def read_holders(index: int) -> tuple[Any, list[Holder]]:
-    """The driver's memory figures of CUDA's device `index`, and the other processes that hold some of it."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        visible = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
-        chosen = visible[index] if visible else str(index)
-        named = not chosen.isdigit()
-        device = (pynvml.nvmlDeviceGetHandleByUUID if named else pynvml.nvmlDeviceGetHandleByIndex)(
-            chosen if named else int(chosen)
-        )
-        held: dict[int, int | None] = {}
-        for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
-            with suppress(pynvml.NVMLError):
-                held |= {process.pid: process.usedGpuMemory for process in ask(device)}
-        others = [Holder(pid, _name_of(pid), size) for pid, size in held.items() if pid != os.getpid()]
-        return pynvml.nvmlDeviceGetMemoryInfo(device), others
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _name_of(pid: int) -> str:
-    try:
-        return psutil.Process(pid).name()
-    except psutil.Error:
-        return "of another container"

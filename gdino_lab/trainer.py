@@ -28,9 +28,9 @@ from gdino_lab.engine import backward_and_step, build_engine, discard, set_autoc
 from gdino_lab.models.average import WeightAverage
 from gdino_lab.models.dtypes import telling_clashes
 from gdino_lab.models.export import save_model
+from gdino_lab.models.not_finite import NotFinite, find_not_finite
 from gdino_lab.models.recompute import recompute_activations
 from gdino_lab.plan import Plan
-from gdino_lab.postmortem import NotFinite, find_not_finite
 from gdino_lab.progress import Progress, format_table
 from gdino_lab.run_folder import RunFolder, read_json, write_json
 from gdino_lab.scoring import DTYPES, records_of, to_device

@@ -19,8 +19,9 @@ from typing import Any
 
 import psutil
 
-from gdino_lab import postmortem
-from gdino_lab.postmortem import HANG, Diagnosis, Host, Readings
+from gdino_lab.machine.host import Host, read_host, read_memlock, read_oom_kills, read_shared
+from gdino_lab.machine.readings import Readings, kills_since
+from gdino_lab.postmortem import HANG, Diagnosis, communicates, hang_cure
 from gdino_lab.run_folder import RunFolder, write_json
 
 ASK = signal.SIGUSR2
@@ -71,7 +72,7 @@ class Watch(Thread):
         self.folder, self.settings, self.report = folder, settings, report
         self.patience = 60 * settings["train"]["hang_minutes"]
         self.started = time.time()
-        self.oom_kills = postmortem.read_oom_kills()
+        self.oom_kills = read_oom_kills()
         self.hosts: deque[Host] = deque(maxlen=READINGS)
         self.shared: deque[tuple[int, int]] = deque(maxlen=READINGS)
         self.ranks: set[int] = set()
@@ -99,8 +100,8 @@ class Watch(Thread):
         if not self.ranks <= set(ranks):
             return
         self.ranks = set(ranks)
-        self.hosts.append(postmortem.read_host(ranks))
-        if (shared := postmortem.read_shared()) is not None:
+        self.hosts.append(read_host(ranks))
+        if (shared := read_shared()) is not None:
             self.shared.append(shared)
 
     def beats(self) -> dict[int, dict[str, Any]]:
@@ -152,9 +153,9 @@ class Watch(Thread):
         self.join()
         return Readings(
             min(self.hosts, key=Host.share_left, default=None),
-            postmortem.kills_since(self.oom_kills),
+            kills_since(self.oom_kills),
             min(self.shared, key=lambda size: size[1], default=None),
-            postmortem.read_memlock(),
+            read_memlock(),
         )
 
 
@@ -166,7 +167,7 @@ def diagnose_hang(
     settings: dict[str, Any],
 ) -> tuple[int, Diagnosis]:
     """The rank that the others wait for, as far as the stacks tell, and what to say. Pure."""
-    apart = [rank for rank in beats if stacks[rank] and not postmortem.communicates(stacks[rank])]
+    apart = [rank for rank in beats if stacks[rank] and not communicates(stacks[rank])]
     blamed = min(apart or beats, key=lambda rank: (beats[rank]["step"], beats[rank]["time"]))
     ranks = {
         str(rank): {
@@ -183,7 +184,7 @@ def diagnose_hang(
         for rank, beat in beats.items()
     ]
     cause = f"no progress for {seconds:.0f} s (train.hang_minutes): {'; '.join(places)}"
-    return blamed, Diagnosis(HANG, cause, {"ranks": ranks}, postmortem.hang_cure(stacks[blamed], settings))
+    return blamed, Diagnosis(HANG, cause, {"ranks": ranks}, hang_cure(stacks[blamed], settings))
 
 
 def read_stack(path: Path) -> list[str]:

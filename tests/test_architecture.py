@@ -20,7 +20,7 @@ FLOORS = [
     {"checkpoint", "engine", "memory", "postmortem", "progress", "scoring", "watch"},
     {"tasks"},
     {"models", "data", "usage", "doctor"},
-    {"losses", "metrics", "plan", "run_folder"},
+    {"losses", "machine", "metrics", "plan", "run_folder"},
     {"settings"},
     {"errors"},
 ]

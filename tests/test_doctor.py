@@ -1,12 +1,9 @@
-"""What each reading means: every verdict and its cure on made-up machines; the readers on made-up files."""
+"""What each reading means: every verdict and its cure on made-up machines."""
 
 from __future__ import annotations
 
-import os
-import socket
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace as Answer
 
 import pytest
 import torch
@@ -14,7 +11,9 @@ from hydra import compose, initialize_config_dir
 
 from gdino_lab import doctor
 from gdino_lab.commands.main import conf_folder
-from gdino_lab.doctor import GIB, Driver, Finding, Gpu, Holder
+from gdino_lab.doctor import GIB, Finding
+from gdino_lab.machine import software
+from gdino_lab.machine.devices import Driver, Gpu, Holder
 from gdino_lab.models import grounding_dino
 from tests.conftest import read_json
 
@@ -96,8 +95,8 @@ def test_devices(found, verdict, detail, cure):
         (doctor.judge_host_memory(8 * GIB, 0, (4 * GIB, 3 * GIB)), "ok", "3.0 GiB available within the", ""),
         (doctor.judge_host_memory(2 * GIB, 0, None), "warning", "takes 2.6 GiB", "offload=none"),
         (doctor.judge_shared_memory(None), "ok", "none", ""),
-        (doctor.judge_shared_memory((8 * GIB, 0, 8 * GIB)), "ok", "8.0 GiB free of 8.0 GiB", ""),
-        (doctor.judge_shared_memory((64 << 20, 0, 64 << 20)), "warning", "0.1 GiB", "--shm-size=8g"),
+        (doctor.judge_shared_memory((8 * GIB, 8 * GIB)), "ok", "8.0 GiB free of 8.0 GiB", ""),
+        (doctor.judge_shared_memory((64 << 20, 64 << 20)), "warning", "0.1 GiB", "--shm-size=8g"),
         (doctor.judge_leftovers([]), "ok", "no deepspeed_*", ""),
         (doctor.judge_leftovers([69_000_000] * 2), "warning", "2 deepspeed_* file(s), 138 MB", "rm /dev/shm/"),
         (doctor.judge_pinned_memory(8 << 20), "ok", "8 MiB", ""),
@@ -151,102 +150,11 @@ def test_what_offload_takes_is_of_the_published_model():
     """172 M, and the id to download, are those of model=grounding_dino_tiny."""
     with initialize_config_dir(str(conf_folder()), version_base="1.3"):
         node = compose("config", ["model=grounding_dino_tiny"]).model
-    assert node.pretrained == doctor.HUB_ID
+    assert node.pretrained == software.HUB_ID
     with torch.device("meta"):
         model, _ = grounding_dino.build(node.architecture, config={})
     parameters = sum(each.numel() for each in model.parameters())
     assert 16 * parameters == pytest.approx(doctor.OFFLOAD_BYTES, rel=0.01)
-
-
-def test_limits_of_both_control_group_versions(tmp_path: Path):
-    """The smallest of nested limits counts, what is cached is free, and no limit is None."""
-    (tmp_path / "cgroup").write_text("4:memory:/docker/a\n3:cpu,cpuacct:/gone\n0::/user\n")
-    inner, outer, user = tmp_path / "memory/docker/a", tmp_path / "memory/docker", tmp_path / "user"
-    for folder in (inner, user, tmp_path / "cpu"):
-        folder.mkdir(parents=True)
-    memory = lambda: doctor.cgroup_folders("memory", tmp_path / "cgroup", tmp_path)  # noqa: E731
-    cpu = lambda: doctor.cgroup_folders("cpu", tmp_path / "cgroup", tmp_path)  # noqa: E731
-    assert list(memory()) == [inner, outer, tmp_path / "memory", user, tmp_path]
-    assert list(cpu()) == [tmp_path / "cpu", user, tmp_path]
-    assert doctor.read_memory_limit(memory()) is None
-    cores = doctor.read_usable_cores(cpu())
-
-    (inner / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    (inner / "memory.usage_in_bytes").write_text("500\n")
-    (outer / "memory.limit_in_bytes").write_text("1000\n")
-    (outer / "memory.usage_in_bytes").write_text("700\n")
-    (outer / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 100\n")
-    assert doctor.read_memory_limit(memory()) == (1000, 400)
-    (user / "memory.max").write_text("max\n")
-    (user / "memory.current").write_text("5\n")
-    assert doctor.read_memory_limit(iter([user])) is None
-    (user / "memory.max").write_text("50\n")
-    assert doctor.read_memory_limit(memory()) == (50, 45)
-
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    (user / "cpu.max").write_text("max 100000\n")
-    assert doctor.read_usable_cores(cpu()) == cores
-    (user / "cpu.max").write_text("25000 50000\n")
-    assert doctor.read_usable_cores(cpu()) == 0.5
-
-
-def test_the_hub_is_not_waited_for():
-    with socket.socket() as silent:
-        silent.bind(("localhost", 0))
-        address = f"http://localhost:{silent.getsockname()[1]}"
-        assert "refused" in doctor.read_hub(address)
-        silent.listen()
-        assert doctor.read_hub(address, seconds=0.3) in ("no answer in 0.3 s", "timed out")
-
-
-def test_built_operators_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert doctor.read_built_operators() == []
-    (tmp_path / "cpu_adam").mkdir()
-    (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
-    assert doctor.read_built_operators() == ["cpu_adam"]
-
-
-def test_a_driver_tells_who_holds_memory(monkeypatch: pytest.MonkeyPatch):
-    """NVIDIA's library with its answers made up: a process of ours, one that is gone, one that does not say."""
-    pynvml = pytest.importorskip("pynvml")
-
-    def cannot_tell(device):
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-    parent = os.getppid()
-    answers = {
-        "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
-        "nvmlSystemGetDriverVersion": lambda: "580.1",
-        "nvmlSystemGetCudaDriverVersion": lambda: 12080,
-        "nvmlDeviceGetCount": lambda: 1,
-        "nvmlDeviceGetHandleByIndex": lambda index: index,
-        "nvmlDeviceGetName": lambda device: "H200",
-        "nvmlDeviceGetMemoryInfo": lambda device: Answer(total=100, free=60, used=40),
-        "nvmlDeviceGetCudaComputeCapability": lambda device: (9, 0),
-        "nvmlDeviceGetComputeRunningProcesses": lambda device: [
-            Answer(pid=os.getpid(), usedGpuMemory=1),
-            Answer(pid=parent, usedGpuMemory=30),
-            Answer(pid=2**22 + 1, usedGpuMemory=None),
-        ],
-        "nvmlDeviceGetGraphicsRunningProcesses": cannot_tell,
-    }
-    for name, answer in answers.items():
-        monkeypatch.setattr(pynvml, name, answer)
-    found = doctor.read_driver()
-    assert (found.version, found.cuda, found.error) == ("580.1", (12, 8), "")
-    (gpu,) = found.gpus
-    assert (gpu.name, gpu.total, gpu.free, gpu.capability) == ("H200", 100, 60, (9, 0))
-    assert [(each.pid, each.bytes) for each in gpu.holders] == [(parent, 30), (2**22 + 1, None)]
-    assert gpu.holders[1].name == "of another container"
-
-    def mismatch():
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
-
-    monkeypatch.setattr(pynvml, "nvmlInit", mismatch)
-    assert doctor.read_driver().broken
 
 
 @pytest.mark.slow

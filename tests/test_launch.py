@@ -12,7 +12,7 @@ import torch
 
 from gdino_lab import launch, settings
 from gdino_lab.errors import ConfigurationError
-from gdino_lab.postmortem import Readings
+from gdino_lab.machine.readings import Readings
 from gdino_lab.run_folder import RunFolder, new_run_folder
 from tests.conftest import composed
 

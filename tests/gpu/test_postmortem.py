@@ -18,12 +18,13 @@ VICTIM = """
 import json, os, sys
 import torch
 from gdino_lab import postmortem
+from gdino_lab.machine.readings import read_all
 
 settings = json.loads(sys.argv[1])
 try:
     {deed}
 except BaseException as error:
-    found = postmortem.diagnose(error, postmortem.read_all(None, on_device=True), settings)
+    found = postmortem.diagnose(error, read_all(None, on_device=True), settings)
     print(json.dumps(found.as_dict() | {{"said": f"{{type(error).__name__}}: {{error}}", "pid": os.getpid()}}))
 """
 HOLDER = """
