@@ -415,8 +415,9 @@ def run_rank(job: dict[str, Any], joined: bool = False) -> int:
     code = DONE
     try:
         # Late, so that the process that only starts ranks need not load it.
-        from gdino_lab import trainer
+        from gdino_lab import probe, trainer
         from gdino_lab.engine import start_distributed
+        from gdino_lab.usage import Phases
 
         settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), job["settings"]))
         if not joined:
@@ -425,7 +426,11 @@ def run_rank(job: dict[str, Any], joined: bool = False) -> int:
             start_distributed(settings.hardware.device)
         try:
             with watch:
-                trainer.train(settings, Plan(**job["plan"]), folder, job["resume"], stop, heart.beat)
+                plan, phases = Plan(**job["plan"]), Phases()
+                if probe.wanted(settings):
+                    with phases("worst case"):
+                        probe.probe(settings, plan, folder, heart.beat)
+                trainer.train(settings, plan, folder, job["resume"], stop, heart.beat, phases)
         except trainer.Interrupted:
             code = INTERRUPTED
         if rank == 0:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import logging
 import math
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,8 @@ from torch import Tensor, nn
 
 from gdino_lab import checkpoint
 from gdino_lab.data.loading import EpochSampler, loader
-from gdino_lab.engine import backward_and_step, build_engine, discard, set_autocast_scale, step_report, whole_weights
+from gdino_lab.engine import backward_and_step, build_engine, step_report, whole_weights
+from gdino_lab.meters import GradientWatch, Meter
 from gdino_lab.models.average import WeightAverage
 from gdino_lab.models.dtypes import telling_clashes
 from gdino_lab.models.export import save_model
@@ -35,7 +33,7 @@ from gdino_lab.progress import Progress, format_table
 from gdino_lab.run_folder import RunFolder, read_json, write_json
 from gdino_lab.scoring import DTYPES, records_of, to_device
 from gdino_lab.settings import Settings, as_dict, instantiate
-from gdino_lab.tasks.protocol import Batch, Evaluation, Task, Worst
+from gdino_lab.tasks.protocol import Batch, Evaluation, Task
 from gdino_lab.usage import Phases, host_peak_bytes, peak_bytes_by_rank
 
 log = logging.getLogger(__name__)
@@ -103,19 +101,17 @@ def train(
     resume: str | None,
     stop_asked: Callable[[], bool],
     beat: Callable[..., None],
+    phases: Phases,
 ) -> None:
     """Train as planned. Every rank calls it, in a process group that is up.
 
     Args:
         beat: see Run.
+        phases: seconds of what came before.
 
     Raises:
         Interrupted: `stop_asked` said so on any rank; `checkpoints/last` holds the state.
     """
-    phases = Phases()
-    if probes(settings):
-        with phases("worst case"):
-            probe(settings, plan, folder, beat)
     with phases("build"):
         run = build(settings, plan, folder, stop_asked, phases)
         run.beat = beat
@@ -203,77 +199,6 @@ def start_tracker(settings: Settings, folder: RunFolder) -> Any:
     tracker = instantiate(settings.tracker, **wanted)
     tracker.start()
     return tracker
-
-
-# --- the worst case, first -------------------------------------------------------------------------------------------
-
-
-def probes(settings: Settings) -> bool:
-    asked = settings.train.probe.lower()
-    return asked == "true" or (asked == "auto" and settings.hardware.device == "cuda")
-
-
-def probe(settings: Settings, plan: Plan, folder: RunFolder, beat: Callable[..., None]) -> None:
-    """The largest batch the data holds, first: what does not fit in memory fails now and not in hour three. Collective.
-
-    The engine is one of its own and thrown away with all it did, so the run that follows is the same without.
-    """
-    beat("try the worst case")
-    worst = take_worst_steps(settings, plan, folder)
-    gc.collect()
-    largest = f"{plan.micro_batch} x {worst.height}x{worst.width} pixels, {worst.tokens} tokens, {worst.boxes} boxes an image"
-    if settings.hardware.device != "cuda":
-        log.info("the worst case fits: %s", largest)
-        return
-    peak = torch.cuda.max_memory_allocated()
-    torch.cuda.empty_cache()
-    log.info("the worst case fits: %s; at most %.2f GiB", largest, peak / 2**30)
-    if (left := torch.cuda.memory_allocated()) > max(0.05 * peak, 2**28):
-        log.warning("%.2f GiB of the worst case are still held; train.probe=false saves them", left / 2**30)
-
-
-def take_worst_steps(settings: Settings, plan: Plan, folder: RunFolder) -> Worst:
-    """Two optimizer steps, since Adam's moments are there from the second on, of at most two passes each, since the
-    gradients of the first are there in the second; then an evaluation batch."""
-    passes = min(2, plan.accumulation)
-    changed = {"gradient_accumulation_steps": passes, "train_batch_size": plan.micro_batch * passes * plan.world_size}
-    if "fp16" in plan.deepspeed:
-        changed["fp16"] = plan.deepspeed["fp16"] | {"initial_scale_power": 0}  # an overflow would skip the step
-    brief = replace(plan, accumulation=passes, deepspeed=plan.deepspeed | changed)
-    with saying_nothing():
-        run = build(replace(settings, tracker={}), brief, folder, lambda: False, Phases())
-    set_autocast_scale(run.engine, 1.0)
-
-    worst = run.task.worst(plan.micro_batch)
-    run.engine.train()
-    for _ in range(2 * passes):
-        batch = worst_batch(run, plan.micro_batch, worst)
-        terms = run.task.losses(run.engine(**batch["inputs"]), batch, max(1, run.task.count(batch)))
-        backward_and_step(run.engine, sum(terms.values()))
-        del batch, terms
-    run.engine.eval()
-    images = EVALUATED_AT_ONCE * plan.micro_batch
-    with run.averaged(), torch.no_grad():
-        run.engine(**worst_batch(run, images, run.task.worst(images))["inputs"])
-    discard(run.engine)
-    return worst
-
-
-def worst_batch(run: Run, images: int, worst: Worst) -> Batch:
-    batch = run.task.blank_batch(images, worst)
-    batch["inputs"]["pixel_values"].normal_()  # of images in one colour not all gradients are finite
-    return to_device(batch, run.device, run.dtype)
-
-
-@contextmanager
-def saying_nothing() -> Iterator[None]:
-    """What is wrong is said all the same; the rest will be, when the run itself is built."""
-    ours = logging.getLogger("gdino_lab")
-    ours.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        ours.setLevel(logging.NOTSET)
 
 
 # --- the loop -------------------------------------------------------------------------------------------------------
@@ -519,70 +444,6 @@ def beating(run: Run, batches: Any) -> Iterator[Batch]:
 
 
 # --- saying what happened -------------------------------------------------------------------------------------------
-
-
-class Meter:
-    """Loss terms and throughput between two log lines; reads the device only when asked."""
-
-    def __init__(self, effective_batch: int):
-        self.effective_batch = effective_batch
-        self.terms: list[dict[str, Tensor]] = []
-        self.epoch: list[float] = []
-        self.since = time.perf_counter()
-
-    def restart(self) -> None:
-        """A new epoch: evaluating and saving is not the training's time."""
-        self.epoch, self.since = [], time.perf_counter()
-
-    def add(self, terms: dict[str, Tensor]) -> None:
-        self.terms.append(terms)
-
-    def read(self) -> dict[str, float]:
-        """Mean loss terms over steps and ranks, their sum as `loss`, and images/s; starts anew. Collective."""
-        names = list(self.terms[0])
-        values = torch.stack([torch.stack([terms[name] for name in names]) for terms in self.terms]).mean(0)
-        dist.all_reduce(values)
-        values = (values / dist.get_world_size()).tolist()
-        seconds, count = time.perf_counter() - self.since, len(self.terms)
-        self.terms, self.since = [], time.perf_counter()
-        loss = sum(values)
-        self.epoch += [loss] * count
-        return {
-            "loss": loss,
-            **{f"loss/{name}": value for name, value in zip(names, values, strict=True)},
-            "images_per_s": count * self.effective_batch / seconds,
-        }
-
-    def epoch_loss(self) -> float:
-        """Mean loss of the epoch's steps."""
-        return float(np.mean(self.epoch))
-
-
-class GradientWatch:
-    """Notes which trainable parameters get a gradient in the first step."""
-
-    def __init__(self, module: nn.Module):
-        self.silent = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self.hooks = [
-            parameter.register_hook(partial(self._heard, name))
-            for name, parameter in list(self.silent.items())
-        ]
-
-    def _heard(self, name: str, gradient: Tensor) -> None:
-        self.silent.pop(name, None)
-
-    def silent_modules(self) -> dict[str, int]:
-        """Modules whose parameters got none, with the number of tensors; said once, and the hooks go."""
-        for hook in self.hooks:
-            hook.remove()
-        modules = Counter(name.rsplit(".", 1)[0] for name in self.silent)
-        if modules and dist.get_rank() == 0:
-            log.warning(
-                "%d trainable parameter tensors got no gradient in the first step, no loss reaches them:\n%s",
-                len(self.silent),
-                "\n".join(f"  {module} ({count})" for module, count in modules.items()),
-            )
-        return dict(modules)
 
 
 def log_step(run: Run, state: Progressed, epoch: int, meter: Meter, progress: Progress) -> None:

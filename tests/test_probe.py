@@ -23,7 +23,7 @@ with socket.socket() as free:
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-from gdino_lab import engine, trainer
+from gdino_lab import engine, probe, trainer
 from gdino_lab.data.loading import EpochSampler, loader
 from gdino_lab.plan import make_plan
 from gdino_lab.run_folder import RunFolder
@@ -46,7 +46,7 @@ def trained(settings, probed):
     left = 0
     if probed:
         before = tensor_bytes()
-        trainer.probe(settings, plan, folder, lambda doing, step=0: None)
+        probe.probe(settings, plan, folder, lambda doing, step=0: None)
         left = tensor_bytes() - before
     made = trainer.build(settings, plan, folder, lambda: False, Phases())
     dataset = made.task.train_set()

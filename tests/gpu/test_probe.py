@@ -23,7 +23,7 @@ with socket.socket() as free:
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-from gdino_lab import engine, trainer
+from gdino_lab import engine, probe, trainer
 from gdino_lab.plan import make_plan
 from gdino_lab.run_folder import RunFolder
 from gdino_lab.settings import instantiate
@@ -40,7 +40,7 @@ for words in json.loads(sys.argv[1]):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     try:
-        trainer.probe(settings, plan, folder, lambda doing, step=0: None)
+        probe.probe(settings, plan, folder, lambda doing, step=0: None)
     except torch.OutOfMemoryError:
         found[" ".join(words[-3:])] = "out of memory"
         break  # what an engine leaves that ran out is not to be built on
@@ -50,7 +50,7 @@ for words in json.loads(sys.argv[1]):
     made.engine.train()
     worst = made.task.worst(plan.micro_batch)
     for _ in range(3 * plan.accumulation):
-        batch = trainer.worst_batch(made, plan.micro_batch, worst)
+        batch = probe.worst_batch(made, plan.micro_batch, worst)
         terms = made.task.losses(made.engine(**batch["inputs"]), batch, max(1, made.task.count(batch)))
         engine.backward_and_step(made.engine, sum(terms.values()))
         del batch, terms
