@@ -114,3 +114,24 @@ def test_a_model_without_such_layers_is_left_alone():
     layer = torch.nn.Linear(2, 2)
     forward = layer.forward
     assert recompute_activations(torch.nn.Sequential(layer)) == 0 and layer.forward == forward
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own tracing looks
+def test_under_compile_every_gradient_is_the_plain_models(pair):
+    """Captured without code generation, so that what is compared is the same arithmetic."""
+    model, twin, batch, _ = pair
+    loss, gradients = loss_and_gradients(model.eval(), batch, seed=5)
+    plain = twin.eval().model
+    try:
+        twin.model = torch.compile(plain, backend="aot_eager")
+        compiled_loss, compiled = loss_and_gradients(twin, batch, seed=5)
+    finally:
+        twin.model = plain
+        torch._dynamo.reset()
+    assert torch.equal(loss, compiled_loss)
+    compiled = {name.replace("_orig_mod.", ""): gradient for name, gradient in compiled.items()}
+    assert compiled.keys() == gradients.keys()
+    for name, gradient in gradients.items():  # a compiled graph says zero where there is no gradient
+        other = compiled[name] if compiled[name] is not None else torch.zeros(())
+        assert torch.equal(torch.zeros_like(other) if gradient is None else gradient, other), name
