@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import linecache
+import queue
 import re
 import signal
 from collections.abc import Iterator
@@ -53,7 +54,8 @@ class Diagnosis:
 def diagnose(error: BaseException, readings: Readings, settings: Settings) -> Diagnosis:
     """What an exception means; everything about the machine comes in `readings`, about the run in `settings`."""
     root = error
-    while root.__cause__ is not None:
+    # An empty queue is only how torch notices that a data process has died.
+    while root.__cause__ is not None and not isinstance(root.__cause__, queue.Empty):
         root = root.__cause__
     said = str(root)
     if isinstance(root, ConfigurationError):
@@ -73,8 +75,8 @@ def diagnose(error: BaseException, readings: Readings, settings: Settings) -> Di
         return _shared(root, readings, settings)
     if driver or "ALLOC_FAILED" in said or re.search(r"Failed to CUDA \w*alloc", said):
         return _device_taken(root, readings, settings)
-    if "DataLoader worker" in said and "killed by signal: Killed" in said:
-        return _killed(f"a data process was ended by signal 9 ({cause_of(root)})", readings, settings)
+    if (dead := _dead_data_process(root)) is not None:
+        return _died(f"data process {dead[0]}", dead[1], readings, settings)
     refusals = ("can't allocate memory", "Cannot allocate memory", "out of memory")
     if isinstance(root, MemoryError) or getattr(root, "errno", None) == errno.ENOMEM or any(each in said for each in refusals):
         return _host(f"the host refused memory: {cause_of(root)}", readings, settings, asked=_asked_of_host(said))
@@ -258,6 +260,17 @@ def _shared(error: BaseException, readings: Readings, settings: Settings) -> Dia
     )
 
 
+def _dead_data_process(error: BaseException) -> tuple[int, int] | None:
+    """Process id and exit code, where a data process has died. Torch's message has no exit code, since data processes
+    are children of a server and the kernel tells that one alone; but the frame that raised holds the processes."""
+    trace = error.__traceback__
+    while trace is not None:
+        for process in trace.tb_frame.f_locals.get("failed_workers", ()):
+            return process.pid, process.exitcode
+        trace = trace.tb_next
+    return None
+
+
 def _host(cause: str, readings: Readings, settings: Settings, asked: int | None = None) -> Diagnosis:
     figures = _known(asked_bytes=asked) | _host_figures(readings)
     return Diagnosis(HOST, cause + _host_words(readings), figures, host_cure(settings))
@@ -282,11 +295,15 @@ def _frames(error: BaseException) -> Iterator[tuple[str, str, str]]:
 
 def diagnose_exit(exitcode: int, rank: int, readings: Readings, settings: Settings) -> Diagnosis:
     """What it means that a rank ended with `exitcode` (negative: minus the signal) and left no message."""
+    return _died(f"rank {rank}", exitcode, readings, settings)
+
+
+def _died(who: str, exitcode: int, readings: Readings, settings: Settings) -> Diagnosis:
     if exitcode >= 0:
-        return Diagnosis(OTHER, f"rank {rank} died by exit code {exitcode} without a word", {"exit_code": exitcode})
+        return Diagnosis(OTHER, f"{who} died by exit code {exitcode} without a word", {"exit_code": exitcode})
     number = -exitcode
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    how = f"rank {rank} died by signal {number} ({name}) without a word"
+    how = f"{who} died by signal {number} ({name}) without a word"
     if number == signal.SIGKILL:
         return _killed(how, readings, settings)
     if number == signal.SIGBUS and _used_up(readings.shared):

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import errno
+import os
+import queue
+import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from gdino_lab import postmortem, settings as settings_module
+from gdino_lab.data.loading import EpochSampler, loader
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.machine.devices import Device, Holder
 from gdino_lab.machine.host import Host
 from gdino_lab.machine.readings import Readings
 from gdino_lab.models.not_finite import NotFinite
-from gdino_lab.postmortem import diagnose, diagnose_exit
+from gdino_lab.postmortem import Diagnosis, diagnose, diagnose_exit
 from tests.conftest import composed
 
 GIB = 2**30
@@ -160,12 +166,41 @@ def test_a_containers_limit_counts_as_memory(cpu):
     assert found.figures["container_left_bytes"] == GIB // 8
 
 
-def test_data_process_that_was_killed(cpu):
-    error = RuntimeError("DataLoader worker (pid 77) is killed by signal: Killed. ")
-    with_workers = settings("train.workers=4")
-    assert diagnose(error, Readings(FINE, oom_kills=1), with_workers).kind == "host_memory"
-    assert diagnose(error, Readings(FINE, oom_kills=1), with_workers).to_try == "train.workers=0"
-    assert diagnose(error, Readings(FINE, oom_kills=0), with_workers).kind == "killed"
+def test_data_process_that_was_killed():
+    def told(exitcode: int, readings: Readings) -> Diagnosis:
+        with pytest.raises(RuntimeError) as caught:
+            notice([SimpleNamespace(pid=77, exitcode=exitcode)])
+        return diagnose(caught.value, readings, settings("train.workers=4"))
+
+    found = told(-9, Readings(FINE, oom_kills=1))
+    assert (found.kind, found.to_try) == ("host_memory", "train.workers=0")
+    assert "data process 77 died by signal 9" in found.cause
+    assert told(-9, Readings(FINE, oom_kills=0)).kind == "killed"
+    assert told(-7, Readings(shared=(GIB, 0))).kind == "shared_memory"
+    assert told(-11, NOTHING).figures == {"signal": 11} and told(1, NOTHING).figures == {"exit_code": 1}
+
+
+def notice(failed_workers: list) -> None:
+    """As torch does, with nothing of what happened but the process ids."""
+    raise RuntimeError("DataLoader worker (pid(s) 77) exited unexpectedly") from queue.Empty()
+
+
+class Deadly(Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, place: tuple[int, int]) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_torch_tells_how_a_data_process_ended():
+    data = Deadly()
+    batches = loader(data, EpochSampler(data, 0, 1, seed=0, shuffle=False), 1, 1, torch.stack, pin_memory=False)
+    with pytest.raises(RuntimeError) as caught:
+        next(iter(batches))
+    found = diagnose(caught.value, Readings(FINE, oom_kills=0), settings("train.workers=1"))
+    assert found.kind == "killed" and found.figures["signal"] == 9 and "data process" in found.cause
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
-from multiprocessing import get_context
+from functools import partial
+from multiprocessing import get_context, parent_process
+from threading import Thread
+from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
@@ -57,16 +62,43 @@ def loader(
         batch_size=batch_size,
         sampler=sampler,
         num_workers=workers,
-        collate_fn=collate,
+        collate_fn=partial(_collate_in_shared_memory, collate) if workers else collate,
         pin_memory=pin_memory,
         prefetch_factor=max(2, -(-taken_at_once // workers)) if workers else None,
         multiprocessing_context=context,
         persistent_workers=workers > 0,
-        worker_init_fn=_outlive_signals if workers else None,
+        worker_init_fn=_live_as_long_as_the_rank if workers else None,
     )
 
 
-def _outlive_signals(worker: int) -> None:
+def _collate_in_shared_memory(collate: Callable, samples: list[Any]) -> Any:
+    """Left to torch, a thread of the data process moves a batch there. Where /dev/shm is full that thread can only print
+    so, and the rank would wait for the batch for ever."""
+    batch = collate(samples)
+    _share(batch)
+    return batch
+
+
+def _share(value: Any) -> None:
+    if isinstance(value, Tensor):
+        value.share_memory_()
+    elif isinstance(value, dict):
+        for each in value.values():
+            _share(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _share(each)
+
+
+def _live_as_long_as_the_rank(worker: int) -> None:
     """A terminal's Ctrl-C reaches every process; the rank still needs its data to finish the step and save."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    Thread(target=_end_with_the_rank, daemon=True).start()
+
+
+def _end_with_the_rank() -> None:
+    """Torch looks whether the parent is gone, but that is the server which forked this process and lives as long as it
+    does: after a rank that was killed both would stay, with their memory, for ever."""
+    parent_process().join()
+    os._exit(1)
