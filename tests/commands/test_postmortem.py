@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,12 +38,14 @@ if __name__ == "__main__":
 """
 
 
-def die(tmp_path: Path, small_set: Path, rank: int, deed: str, *words: str) -> tuple[Ended, dict]:
-    """A run in which `rank` does `deed` in the second step, and its status."""
+def die(
+    tmp_path: Path, small_set: Path, rank: int, deed: str, *words: str, within: Sequence[str] = ()
+) -> tuple[Ended, dict]:
+    """A run in which `rank` does `deed` in the second step, and its status; `within`: a command that starts another."""
     script = tmp_path / "sabotaged.py"
     script.write_text(SABOTAGED.format(rank=rank, deed=deed))
     command = [sys.executable, str(script), "train", *SMALL, f"data.root={small_set}", "train.max_steps=3", "run_dir=run"]
-    ended = run([*command, *words], tmp_path, PYTHONPATH=str(Path.cwd()))
+    ended = run([*within, *command, *words], tmp_path, PYTHONPATH=str(Path.cwd()))
     return ended, read_json(tmp_path / "run" / "status.json")
 
 
@@ -76,3 +83,73 @@ def test_hang_shows_where_every_rank_stands(tmp_path: Path, small_set: Path):
     assert all((shown["doing"], shown["step"]) == ("train", 2) and shown["silent_seconds"] > 12 for shown in ranks.values())
     assert "rank 1 stands in never_comes_back" in status["cause"]
     assert len(read_metrics(tmp_path / "run", "step")) == 1
+
+
+# --- memory that is really used up ---
+
+
+def shared_memory_of(size: str) -> list[str]:
+    """A command that runs another with a /dev/shm of its own of that size."""
+    return ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$0" "$@"']
+
+
+def needs_a_shared_memory_of_its_own() -> None:
+    try:
+        tried = subprocess.run([*shared_memory_of("64k"), "true"], capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    if tried.returncode:
+        pytest.skip(f"no mount namespace here: {tried.stderr.strip()}")
+
+
+@pytest.mark.parametrize("size", ["64k", "512k"], ids=["semaphores", "images"])
+def test_full_shared_memory(tmp_path: Path, small_set: Path, size: str):
+    """What a container with docker's 64 MB meets with images of the usual size. That it ends at all shows, too, that no
+    data process stays behind: it would hold the pipes that this test reads."""
+    needs_a_shared_memory_of_its_own()
+    words = ["train.workers=1", "data.image_size=[256,384]"]
+    ended, status = die(tmp_path, small_set, 0, "pass", *words, within=shared_memory_of(size))
+    assert ended.code == 3, ended.out + ended.err
+    assert (status["state"], status["kind"]) == ("out_of_memory", "shared_memory"), status
+    assert status["figures"]["shm_total_bytes"] == int(size[:-1]) * 2**10
+    assert 0 <= status["figures"]["shm_free_bytes"] <= status["figures"]["shm_total_bytes"]
+    assert "No space left on device" in status["cause"] and status["to_try"] == "train.workers=0"
+
+
+LIMIT = 3 * 2**30
+
+
+@pytest.fixture
+def little_memory() -> Iterator[list[str]]:
+    """A command that runs another in a control group with LIMIT bytes of memory, of either version."""
+    root = Path("/sys/fs/cgroup")
+    group = (root / "memory" if (root / "memory").is_dir() else root) / f"gdino_lab_test_{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        names = [name for name in ("memory.limit_in_bytes", "memory.max") if (group / name).exists()]
+        if not names:
+            pytest.skip("control groups here do not limit memory")
+        (group / names[0]).write_text(str(LIMIT))
+        for name in ("memory.memsw.limit_in_bytes", "memory.swap.max"):
+            with suppress(OSError):  # where there is swap it would fill first
+                (group / name).write_text(str(LIMIT if "memsw" in name else 0))
+        yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$0" "$@"']
+    finally:
+        for _ in range(100):  # what was killed takes a moment to go
+            with suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+
+
+def test_rank_that_the_kernel_ended_for_lack_of_memory(tmp_path: Path, small_set: Path, little_memory: list[str]):
+    ended, status = die(tmp_path, small_set, 0, f"torch.ones({LIMIT // 4})", "activations=recompute", within=little_memory)
+    assert ended.code == 3, ended.out + ended.err
+    assert (status["state"], status["kind"]) == ("out_of_memory", "host_memory"), status
+    figures = status["figures"]
+    assert (figures["signal"], figures["oom_kills"], figures["container_limit_bytes"]) == (9, 1, LIMIT)
+    assert "the kernel ended it for lack of memory" in status["cause"] and "of the container's 3.0 GiB" in status["cause"]
+    assert status["to_try"] == "train.micro_batch=1" and status["to_try"] in ended.err
