@@ -1,150 +1,512 @@
-"""What a checkpoint holds, and writing it so that `last` is always a whole one.
+"""What a checkpoint holds, writing it while training goes on, and reading it only when it is whole.
 
-    checkpoints/last/engine/       DeepSpeed's: weights, optimizer, schedule, loss scaler
-    checkpoints/last/trainer.json  step, best score so far, loss scale, and the plan and settings it belongs to
-    checkpoints/last/rng_<rank>.pt every rank's random generators
-    checkpoints/last/average_0.pt  moving average of the weights, where there is one; under ZeRO-3 each rank's shard
+    checkpoints/step_00000120/
+        state_<rank>.safetensors   weights, optimizer states, averages and random generators (gdino_lab/pieces.py)
+        trainer.json               progress, counters, proof, and the plan, settings and versions it belongs to
+        manifest.json              bytes and SHA-256 of each file; written last, so a folder with one was finished
+    checkpoints/last, best         links to two of these
+
+Nothing in it is a pickle, so loading runs no code of whoever wrote it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import os
+import platform
 import random
 import shutil
-import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 
-from gdino_lab.engine import autocast_scale, set_autocast_scale
-from gdino_lab.errors import ConfigurationError
 from gdino_lab.models.average import WeightAverage
-from gdino_lab.run_folder import RunFolder, read_json, replace_folder, replacing, write_json
+from gdino_lab.pieces import AVERAGE, WEIGHT, Piece, counters, pieces, put_back, restore_counters
+from gdino_lab.run_folder import read_json, write_json
 
-ENGINE, TRAINER = "engine", "trainer.json"
-
-
-def save(engine: Any, average: WeightAverage | None, folder: Path, trainer_state: dict[str, Any]) -> None:
-    """Write `folder`, replacing an older one only when the new one is whole. Collective."""
-    rank = dist.get_rank()
-    partial = folder.with_name(f".{folder.name}.partial")
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    engine.save_checkpoint(str(partial), tag=ENGINE, save_latest=False)
-    torch.save(_random_state(), partial / f"rng_{rank}.pt")
-    if average is not None and rank == _average_rank(engine):
-        torch.save(average.state(), partial / f"average_{rank}.pt")
-    if rank == 0:
-        write_json(partial / TRAINER, trainer_state | {"autocast_scale": autocast_scale(engine)})
-    dist.barrier()
-    if rank == 0:
-        replace_folder(partial, folder)
-    dist.barrier()
+FORMAT = 1
+MANIFEST, TRAINER = "manifest.json", "trainer.json"
+LAST, BEST = "last", "best"
+RANDOM = "random"
+PACKAGES = ("gdino-lab", "torch", "transformers", "deepspeed", "accelerate", "numpy", "peft")
+CHUNK = 2**24  # bytes written and hashed at once
+# A rank that has written its share waits this many seconds for the others'.
+PATIENCE = 1800
+# Names of dtypes in the safetensors format.
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
-def copy(source: Path, target: Path) -> None:
-    """`target` becomes the same checkpoint as `source`, without storing the bytes twice. Rank 0 only."""
-    with replacing(target) as partial:
-        shutil.copytree(source, partial, copy_function=os.link)
+class Damaged(Exception):
+    """A checkpoint that is not whole; the message names the file."""
 
 
-def load(engine: Any, average: WeightAverage | None, folder: Path) -> dict[str, Any]:
-    """Restore engine, average and random generators from `folder`; returns the trainer's state. Collective."""
-    path, _ = engine.load_checkpoint(str(folder), tag=ENGINE)
-    if path is None:
-        raise RuntimeError(f"{folder / ENGINE}: DeepSpeed found nothing to load there")
-    stored = read_json(folder / TRAINER)
-    set_autocast_scale(engine, stored["autocast_scale"])
-    if average is not None:
-        average.restore(torch.load(folder / f"average_{_average_rank(engine)}.pt", map_location="cpu"))
-    _restore_random_state(torch.load(folder / f"rng_{dist.get_rank()}.pt", weights_only=False))
-    return stored
+class NotSaved(OSError):
+    """A checkpoint could not be written; the one before it is untouched."""
 
 
-def find(resume: str, runs: Path) -> Path | None:
-    """The checkpoint that `train.resume` means, or None for a fresh start.
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """Writes checkpoints of one run while training goes on: `save` returns once the state is copied to host memory.
 
     Args:
-        resume: "none", "auto" (the newest unfinished run below `runs`, if any), a run folder or a checkpoint folder.
+        folder: the run's checkpoints/.
+        keep: how many of the newest stay; `last` and `best` always do.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        self.folder, self.keep = folder, keep
+        self.thread: Thread | None = None
+        self.error: BaseException | None = None
+
+    def save(
+        self,
+        engine: Any,
+        average: WeightAverage | None,
+        step: int,
+        trainer_state: dict[str, Any],
+        own: dict[str, dict[str, Tensor]],
+        best: bool = False,
+        also: Callable[[], None] | None = None,
+    ) -> None:
+        """Copy the state and begin to write it. Collective.
+
+        Args:
+            trainer_state: what JSON holds, of rank 0.
+            own: further tensors on the CPU, of this rank alone, by kind and name; see Stored.own.
+            best: whether checkpoints/best is to be this one.
+            also: done by rank 0 before the new checkpoint counts.
+
+        Raises:
+            NotSaved: the one before could not be written, or there is no room for this.
+        """
+        self.wait()
+        rank = dist.get_rank()
+        tensors = copied_to_host(pieces(engine, average), engine.device)
+        for kind, named in (own | {RANDOM: random_state()}).items():
+            tensors |= {f"{kind}/{name}:{rank}:0": tensor for name, tensor in named.items()}
+        updates = average.updates if average is not None else 0
+        trainer_state |= {"counters": counters(engine) | {"average_updates": updates}, "versions": versions()}
+        partial = self.folder / f".{name_of(step)}.partial"
+        self._agree(lambda: self._make_room(partial, sum(each.nbytes for each in tensors.values())))
+
+        def write() -> None:
+            try:
+                write_share(partial, rank, tensors, trainer_state if rank == 0 else None)
+                if rank == 0:
+                    if also is not None:
+                        also()
+                    commit(partial, self.folder, step, dist.get_world_size(), best, self.keep)
+            except BaseException as error:  # noqa: BLE001  told by `wait`, in the thread that trains
+                self.error = error
+                (partial / f".failed_{rank}").touch() if partial.is_dir() else None
+
+        self.thread = Thread(target=write, name="checkpoint", daemon=False)
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Until what was begun is written. Collective.
+
+        Raises:
+            NotSaved: it could not be, on any rank.
+        """
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+            try:
+                self._agree(self._tell)
+            except NotSaved:
+                self._clear()
+                raise
+
+    def linger(self, seconds: float = 10) -> None:
+        """Where a run ends for another reason, give what was begun a moment to be written."""
+        if self.thread is not None:
+            self.thread.join(seconds)
+
+    def _tell(self) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def _make_room(self, partial: Path, needed: int) -> None:
+        """Room on the disk, and an empty folder in it."""
+        if dist.get_rank() > 0:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._clear()
+        needed *= dist.get_world_size()  # the shares are about equal
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise NotSaved(f"{self.folder}: a checkpoint takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free there")
+        partial.mkdir()
+
+    def _clear(self) -> None:
+        """Remove what was not finished, by this run or one that was killed."""
+        if dist.get_rank() == 0:
+            for stale in self.folder.glob(".*.partial"):
+                shutil.rmtree(stale)
+
+    def _agree(self, attempt: Callable[[], None]) -> None:
+        """Do it on each rank; where one fails all do, or the others would wait for it for ever."""
+        error = None
+        try:
+            attempt()
+        except Exception as found:  # noqa: BLE001  raised below
+            error = found
+        if dist.get_world_size() > 1:
+            told: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(told, None if error is None else str(error))
+            if error is None and any(told):
+                error = NotSaved(next(filter(None, told)))
+        if error is not None:
+            raise error if isinstance(error, NotSaved) else NotSaved(f"{self.folder}: {error}") from error
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:08}"
+
+
+def copied_to_host(found: list[Piece], device: torch.device) -> dict[str, Tensor]:
+    """The pieces that are this rank's to store, by the key they are stored under; copies, so that training may go on."""
+    copies = {}
+    for piece in found:
+        if piece.mine:
+            values = piece.values
+            copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=device.type == "cuda")
+            copies[f"{piece.kind}:{piece.name}:{piece.start}"] = copy.copy_(values, non_blocking=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return copies
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+
+
+def write_share(partial: Path, rank: int, tensors: dict[str, Tensor], trainer_state: dict[str, Any] | None) -> None:
+    """This rank's files and, last, what they are: .share_<rank>.json."""
+    files = {}
+    name = f"state_{rank}.safetensors"
+    files[name] = write_tensors(partial / name, tensors)
+    if trainer_state is not None:
+        text = json.dumps(trainer_state, indent=1).encode()
+        files[TRAINER] = write_bytes(partial / TRAINER, [memoryview(text)])
+    write_json(partial / f".share_{rank}.json", files)
+
+
+def commit(partial: Path, folder: Path, step: int, ranks: int, best: bool, keep: int) -> None:
+    """All shares are there: the folder gets its manifest, then its name, then the links that point to it."""
+    shares = [partial / f".share_{rank}.json" for rank in range(ranks)]
+    deadline = time.monotonic() + PATIENCE
+    while not all(share.exists() for share in shares):
+        if any(partial.glob(".failed_*")) or time.monotonic() > deadline:
+            raise NotSaved(f"{partial}: another rank has not written its share")
+        time.sleep(0.01)
+    files: dict[str, Any] = {}
+    for share in shares:
+        files |= read_json(share)
+        share.unlink()
+    manifest = json.dumps({"format": FORMAT, "step": step, "ranks": ranks, "time": time.time_ns(), "files": files}, indent=1)
+    write_bytes(partial / MANIFEST, [memoryview(manifest.encode())])
+    sync_folder(partial)
+    target = first_free(folder / name_of(step))
+    os.rename(partial, target)
+    sync_folder(folder)
+    point(folder / LAST, target)
+    if best:
+        point(folder / BEST, target)
+    sync_folder(folder)
+    prune(folder, keep)
+
+
+def first_free(path: Path) -> Path:
+    """A run that went on from an earlier step comes to the same step again."""
+    return next(each for each in (path, *(path.with_name(f"{path.name}_{n}") for n in range(2, 10**6))) if not each.exists())
+
+
+def point(link: Path, target: Path) -> None:
+    """`link` becomes a link to `target` in the same folder, at once."""
+    temporary = link.with_name(f".{link.name}.link")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target.name)
+    os.replace(temporary, link)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep`, `last` and `best`."""
+    needed = {(folder / link).resolve() for link in (LAST, BEST) if (folder / link).exists()}
+    for old in written(folder)[keep:]:
+        if old.resolve() not in needed:
+            doomed = old.with_name(f".{old.name}.partial")  # no longer whole, and known to be
+            os.rename(old, doomed)
+            shutil.rmtree(doomed)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """A safetensors file, hashed while it is written (github.com/huggingface/safetensors, "Format"); its entry in the
+    manifest."""
+    header: dict[str, Any] = {}
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # so that each lies aligned
+    end = 0
+    for name, tensor in ordered.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    data = [memoryview(tensor.view(torch.uint8).numpy()) for tensor in ordered.values()]
+    return write_bytes(path, [memoryview(len(text).to_bytes(8, "little") + text), *data])
+
+
+def write_bytes(path: Path, parts: list[memoryview]) -> dict[str, Any]:
+    """Write, hash at the same time, and bring it to the disk; returns {"bytes", "sha256"}."""
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+        for chunk in chunks(parts):
+            hashed = hasher.submit(digest.update, chunk)
+            left = memoryview(chunk)
+            while left:
+                left = left[file.write(left) :]
+            hashed.result()
+        os.fsync(file.fileno())
+    return {"bytes": sum(part.nbytes for part in parts), "sha256": digest.hexdigest()}
+
+
+def chunks(parts: list[memoryview]) -> Any:
+    """The same bytes in pieces of about CHUNK: small parts together, large ones cut."""
+    small = bytearray()
+    for part in parts:
+        if part.nbytes < CHUNK // 16:
+            small += part
+            if len(small) >= CHUNK:
+                yield bytes(small)
+                small.clear()
+            continue
+        if small:
+            yield bytes(small)
+            small.clear()
+        for start in range(0, part.nbytes, CHUNK):
+            yield part[start : start + CHUNK]
+    if small:
+        yield bytes(small)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path) -> list[Path]:
+    """The checkpoints below `folder` that were finished, the newest first."""
+    found = []
+    for path in folder.glob("step_*"):
+        try:
+            found.append((read_json(path / MANIFEST)["time"], path))
+        except (OSError, ValueError, KeyError, TypeError):
+            found.append((0, path))  # damaged: `verify` will say how
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def verify(checkpoint: Path) -> None:
+    """Read every file and compare it with the manifest.
 
     Raises:
-        ConfigurationError: the folder named holds no checkpoint.
+        Damaged: naming the file, what it is and what it should be.
     """
-    if resume == "none":
-        return None
-    if resume == "auto":
-        stopped = [path.parent.parent for path in runs.glob("*/*/checkpoints/last") if _unfinished(path.parent.parent)]
-        return max(stopped, key=lambda run: run.stat().st_mtime) / "checkpoints" / "last" if stopped else None
-    last = Path(resume) / "checkpoints" / "last"
-    for folder in (Path(resume), last, last.with_name(".last.old")):  # the last: killed between two renames
-        if (folder / TRAINER).is_file():
-            return folder.resolve()
-    raise ConfigurationError(
-        f"train.resume={resume}: neither a checkpoint (no {TRAINER} in it) nor a run folder with checkpoints/last"
-    )
-
-
-def step_of(folder: Path) -> int:
-    """Optimizer steps taken when `folder` was written."""
-    return read_json(folder / TRAINER)["progressed"]["step"]
-
-
-def complaints(folder: Path, plan: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    """Why `folder` cannot be resumed under `plan` and `settings`: what would make it another run."""
-    stored = read_json(folder / TRAINER)
-    pairs = [(key, stored["plan"][key], plan[key]) for key in ("world_size", "effective_batch", "micro_batch")]
-    pairs += [
-        (node, stored["settings"][node], settings[node])
-        for node in ("task", "data", "model", "tuning", "optimizer", "precision", "zero", "offload")
-    ]
-    pairs += [
-        (f"train.{key}", stored["settings"]["train"].get(key), settings["train"][key]) for key in ("seed", "ema_decay")
-    ]
-    return [
-        f"train.resume={folder}: was written with {key}={then}, this run has {now}; it would not be the same run"
-        for key, then, now in pairs
-        if then != now
-    ]
-
-
-def bring_best(resume: Path, folder: RunFolder) -> None:
-    """The best model so far goes along where a run is resumed in another folder: it may stay the best."""
-    run = resume.parent.parent
-    for source, target in ((run / "model", folder.model), (resume.parent / "best", folder.checkpoints / "best")):
-        if source.is_dir():
-            shutil.copytree(source, target, dirs_exist_ok=True)
-
-
-def _average_rank(engine: Any) -> int:
-    """Whose file holds this rank's average: its own where the weights are in shards, else rank 0's."""
-    return dist.get_rank() if engine.zero_optimization_stage() == 3 else 0
-
-
-def _unfinished(run: Path) -> bool:
     try:
-        status = read_json(run / "status.json")
-    except (OSError, ValueError):
-        return False
-    alive = status.get("host") == socket.gethostname() and psutil.pid_exists(status.get("pid", -1))
-    return status["state"] != "completed" and not alive
+        manifest = read_json(checkpoint / MANIFEST)
+        files, form = dict(manifest["files"]), manifest["format"]
+    except FileNotFoundError:
+        raise Damaged(f"{checkpoint / MANIFEST}: is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{checkpoint / MANIFEST}: cannot be read ({error})") from None
+    if form != FORMAT:
+        raise Damaged(f"{checkpoint / MANIFEST}: format {form}, this gdino-lab reads {FORMAT}")
+    for name, known in files.items():
+        path = checkpoint / name
+        if Path(name).name != name:
+            raise Damaged(f"{checkpoint / MANIFEST}: names a file elsewhere, {name}")
+        try:
+            size = path.stat().st_size
+            if size != known["bytes"]:
+                raise Damaged(f"{path}: has {size} bytes, the manifest says {known['bytes']}")
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError:
+            raise Damaged(f"{path}: is missing") from None
+        except OSError as error:
+            raise Damaged(f"{path}: cannot be read ({error.strerror})") from None
+        if digest != known["sha256"]:
+            raise Damaged(f"{path}: its SHA-256 is {digest[:12]}…, the manifest says {known['sha256'][:12]}…")
 
 
-def _random_state() -> dict[str, Any]:
-    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+def load(engine: Any, average: WeightAverage | None, checkpoint: Path) -> dict[str, Any]:
+    """Restore engine, average and random generators from a checkpoint that is whole; returns the trainer's state."""
+    trainer_state = read_json(checkpoint / TRAINER)
+    with Stored(checkpoint) as stored:
+        put_back(engine, average, stored)
+        restore_counters(engine, trainer_state["counters"])
+        if average is not None and stored.names(AVERAGE):
+            average.updates = trainer_state["counters"]["average_updates"]
+        elif average is not None:
+            average.restart()
+        if generators := stored.own(RANDOM, dist.get_rank()):  # a rank there was none of keeps its own
+            restore_random_state(generators)
+    return trainer_state
 
 
-def _restore_random_state(state: dict[str, Any]) -> None:
+def load_weights(module: nn.Module, checkpoint: Path) -> None:
+    """Give a module that is no engine's yet the weights of a checkpoint, and nothing else.
+
+    Raises:
+        KeyError: it holds no such weight.
+    """
+    with Stored(checkpoint) as stored, torch.no_grad():
+        for name, tensor in tensors_of(module).items():
+            tensor.view(-1).copy_(stored.read(WEIGHT, name, 0, tensor.numel()))
+
+
+def misfits(module: nn.Module, checkpoint: Path) -> list[str]:
+    """What hinders `load_weights`: a phrase a tensor."""
+    wrong = []
+    with Stored(checkpoint) as stored:
+        for name, tensor in tensors_of(module).items():
+            if (size := stored.size(WEIGHT, name)) != tensor.numel():
+                wrong.append(f"{name} has {tensor.numel()} elements, there it has {size}" if size else f"{name} is not there")
+    return wrong
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by the one name each is stored under."""
+    parameters = dict(module.named_parameters())
+    buffers = {name: each for name, each in module.state_dict(keep_vars=True).items() if not isinstance(each, nn.Parameter)}
+    return {name: each.detach() for name, each in (parameters | buffers).items()}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements `start` to `stop` of a parameter, and where they are stored."""
+
+    start: int
+    stop: int
+    file: Any
+    key: str
+
+
+class Stored:
+    """The tensors of a checkpoint by kind and name, put together from the shares of all ranks as they are asked for.
+
+    Raises:
+        Damaged: a file is no safetensors file.
+    """
+
+    def __init__(self, checkpoint: Path):
+        self.checkpoint = checkpoint
+        self.runs: dict[tuple[str, str], list[Run]] = {}
+        self.by_name: dict[str, set[str]] = {}
+        self.files = []
+        for path in sorted(checkpoint.glob("state_*.safetensors")):
+            try:
+                file = safe_open(path, framework="pt").__enter__()
+            except (SafetensorError, OSError) as error:
+                raise Damaged(f"{path}: {error}") from None
+            self.files.append(file)
+            for key in file.keys():
+                kind, name, start = key.rsplit(":", 2)
+                length = int(np.prod(file.get_slice(key).get_shape()))
+                run = Run(int(start), int(start) + length, file, key)
+                self.runs.setdefault((kind, name), []).append(run)
+                self.by_name.setdefault(name, set()).add(kind)
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for file in self.files:
+            file.__exit__(None, None, None)
+
+    def kinds(self, name: str) -> set[str]:
+        return self.by_name.get(name, set())
+
+    def names(self, kind: str) -> set[str]:
+        return {name for each, name in self.runs if each == kind}
+
+    def size(self, kind: str, name: str) -> int:
+        """Elements stored, 0 where there are none."""
+        return max((run.stop for run in self.runs.get((kind, name), [])), default=0)
+
+    def own(self, kind: str, rank: int) -> dict[str, Tensor]:
+        """What one rank stored for itself under `kind`, by name; empty where there was no such rank."""
+        found = {}
+        for each in self.kinds(str(rank)):
+            if each.startswith(f"{kind}/"):
+                (run,) = self.runs[each, str(rank)]
+                found[each.removeprefix(f"{kind}/")] = run.file.get_tensor(run.key)
+        return found
+
+    def read(self, kind: str, name: str, start: int, length: int) -> Tensor:
+        """Elements `start` to `start + length` of a flattened parameter, 1-D.
+
+        Raises:
+            KeyError: not all of them are stored.
+        """
+        stop, parts = start + length, []
+        position = start
+        for run in sorted(self.runs.get((kind, name), []), key=lambda run: run.start):
+            if run.start <= position < run.stop and position < stop:
+                upto = min(stop, run.stop)
+                parts.append(run.file.get_slice(run.key)[position - run.start : upto - run.start])
+                position = upto
+        if position < stop:
+            raise KeyError(f"{self.checkpoint}: holds no {kind} of {name} from element {position} to {stop}")
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+# --- random generators ------------------------------------------------------------------------------------------------
+
+
+def random_state() -> dict[str, Tensor]:
+    """The generators of torch, CUDA, numpy and Python."""
+    _, keys, position, has_gauss, gauss = np.random.get_state()
+    form, numbers, pending = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(keys.astype(np.int64)),
+        "numpy_more": torch.tensor([position, has_gauss, gauss], dtype=torch.float64),
+        "python": torch.tensor(numbers),
+        "python_more": torch.tensor([form, math.nan if pending is None else pending], dtype=torch.float64),
+    }
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
+
+def restore_random_state(state: dict[str, Tensor]) -> None:
     torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
+    position, has_gauss, gauss = state["numpy_more"].tolist()
+    np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), int(position), int(has_gauss), gauss))
+    form, pending = state["python_more"].tolist()
+    random.setstate((int(form), tuple(state["python"].tolist()), None if math.isnan(pending) else pending))
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])

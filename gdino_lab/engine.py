@@ -33,8 +33,12 @@ def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, schedule_n
     import deepspeed
 
     scheduler = get_scheduler(
-        schedule_name, optimizer, num_warmup_steps=plan.warmup_steps, num_training_steps=plan.total_steps
+        schedule_name, optimizer, num_warmup_steps=plan.warmup_steps, num_training_steps=plan.schedule_steps
     )
+    # Beyond its end a cosine would rise again.
+    scheduler.lr_lambdas = [
+        lambda step, rate=rate: rate(min(step, plan.schedule_steps)) for rate in scheduler.lr_lambdas
+    ]
     scalars = give_scalars_a_dimension(module)
     engine, *_ = deepspeed.initialize(
         model=module,
@@ -93,15 +97,15 @@ def _partitioned_autocast_scaler(engine: Any) -> Any:
     return getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
-def autocast_scale(engine: Any) -> float | None:
-    """The loss scale of fp16 autocast, which DeepSpeed's own checkpoints leave out; None where there is none."""
-    scaler = _partitioned_autocast_scaler(engine) or getattr(engine, "torch_autocast_z0_gradscaler", None)
-    return None if scaler is None else scaler.get_scale()
+def autocast_scaler(engine: Any) -> Any:
+    """The loss scaler of fp16 autocast at any stage, which DeepSpeed's own checkpoints leave out; None where there is none."""
+    return _partitioned_autocast_scaler(engine) or getattr(engine, "torch_autocast_z0_gradscaler", None)
 
 
-def set_autocast_scale(engine: Any, scale: float | None) -> None:
-    scaler = _partitioned_autocast_scaler(engine) or getattr(engine, "torch_autocast_z0_gradscaler", None)
-    if scaler is not None and scale is not None:
+def set_autocast_scale(engine: Any, scale: float) -> None:
+    """Start fp16 autocast from this loss scale, where there is one."""
+    scaler = autocast_scaler(engine)
+    if scaler is not None:
         scaler._lazy_init_scale_growth_tracker(engine.device)  # update() wants a scale to be there
         scaler.update(scale)
 

@@ -18,7 +18,7 @@ from gdino_lab.memory.forecast import KNOWN_ERROR, Forecast, forecast
 from gdino_lab.models import grounding_dino
 from gdino_lab.plan import make_plan
 from gdino_lab.run_folder import RunFolder, new_output_folder, read_json, write_json
-from gdino_lab.settings import Ladder, Settings, as_dict
+from gdino_lab.settings import Ladder, Settings, as_dict, flat
 
 # A rung may change how a training runs. All else is what it computes, and stays.
 MAY_CHANGE = ("hardware", "precision", "activations", "zero", "offload", "bucket")
@@ -155,13 +155,6 @@ def differences(base: Settings, other: Settings) -> dict[str, Any]:
     before, after = flat(as_dict(base)), flat(as_dict(other))
     named = {**before, **after}
     return {key: after.get(key) for key in named if before.get(key) != after.get(key) and key != "out" and key[:6] != "ladder"}
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
 
 
 def shared(base: Settings) -> tuple[Any, Any]:

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from gdino_lab import checkpoint, postmortem, settings as settings_module
+from gdino_lab import checkpoint, postmortem, resume, settings as settings_module
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.machine.host import read_oom_kills
 from gdino_lab.machine.readings import Readings, read_all
@@ -93,17 +93,20 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
     complaints += grounding_dino.check(**_arguments(settings.model))
     data, task, found = data_and_task(settings)
     complaints += found
-    plan = resume = None
+    plan = start = None
+    notices: list[str] = []
     try:
-        resume = checkpoint.find(settings.train.resume, Path("outputs/runs"))
+        start, notices = resume.find(settings.train.resume, Path("outputs/runs"), settings)
         if data is not None:
-            plan = make_plan(settings, data.train_size(), world_size)
-            if resume is not None:
-                complaints += checkpoint.complaints(resume, plan.as_dict(), settings_module.as_dict(settings))
+            plan = make_plan(settings, data.train_size(), world_size, schedule_as_written(settings, start))
+            found, said = differences(settings, plan, start)
+            complaints, notices = complaints + found, notices + said
+        if settings.train.resume_weights is not None and task is not None and not complaints:
+            settings.train.resume_weights = str(weights_of_start(settings, task))
     except ConfigurationError as error:
         complaints += error.complaints
-    asked = settings.run_dir or run_dir or (resume and run_of(resume))
-    own = resume is not None and run_of(resume) == (asked and str(Path(asked).resolve()))
+    asked = settings.run_dir or run_dir or (start and start.run)
+    own = start is not None and start.run is not None and start.run == (asked and Path(asked).resolve())
     if asked and not own and (Path(asked) / "status.json").exists():
         complaints.append(
             f"run_dir={asked}: holds a run already; name another folder, or go on with train.resume={asked}"
@@ -111,7 +114,7 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
     if complaints:
         raise ConfigurationError(complaints)
     data.prepare()
-    for notice in task.check(data, grounding_dino.build_processor(**_arguments(settings.model))):
+    for notice in [*notices, *task.check(data, grounding_dino.build_processor(**_arguments(settings.model)))]:
         print(notice, flush=True)
 
     predicted = None
@@ -119,9 +122,9 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
         predicted = forecast(settings, task, task.worst(settings.train.micro_batch), world_size)
 
     folder = new_run_folder(asked, **settings_module.choices_of(settings))
-    folder.rewind(0 if resume is None else checkpoint.step_of(resume))
-    if resume is not None and not own:
-        checkpoint.bring_best(resume, folder)
+    folder.forget_failures()
+    if start is not None and not own:
+        resume.bring_best(start, folder)
     write_config(settings, folder)
     write_json(folder.plan, plan.as_dict() | {"predicted": predicted and predicted.as_dict()})
     folder.write_status("running", pid=os.getpid(), host=socket.gethostname())
@@ -133,7 +136,7 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
         "settings": settings_module.as_dict(settings),
         "plan": plan.as_dict(),
         "folder": str(folder.path),
-        "resume": None if resume is None else str(resume),
+        "resume": None if start is None else str(start.folder),
     }
 
 
@@ -203,10 +206,38 @@ def tuning_complaints(detector: PreTrainedModel, task: Task, tuning: Tuning) -> 
     return ["tuning: leaves no parameter to train, and this task has no head of its own; use tuning=full or tuning=lora"]
 
 
-def run_of(resume: Path) -> str | None:
-    """The run folder that a checkpoint lies in: a resumed run goes on there. None for a checkpoint kept elsewhere."""
-    run = resume.parent.parent
-    return str(run.resolve()) if (run / "status.json").exists() else None
+def schedule_as_written(settings: Settings, start: resume.Start | None) -> int | None:
+    """Steps of the learning rate's schedule where a resumed run is to keep the one it was written with."""
+    if start is None or settings.train.resume_schedule != "as_written":
+        return None
+    return start.trainer_state["plan"]["schedule_steps"]
+
+
+def differences(settings: Settings, plan: Plan, start: resume.Start | None) -> tuple[list[str], list[str]]:
+    """(complaints, notices) about going on from `start` under other settings."""
+    if start is None:
+        return [], []
+    complaints, notices = resume.compare(start, settings_module.as_dict(settings), plan.as_dict())
+    more, said = resume.extension(start, plan.as_dict(), settings)
+    return complaints + more, [f"going on from {start.folder}, step {start.step}", *notices, *said]
+
+
+def weights_of_start(settings: Settings, task: Task) -> Path:
+    """The checkpoint that train.resume_weights means, checked against the model.
+
+    Raises:
+        ConfigurationError: it is none, or its weights are not this model's.
+    """
+    asked = settings.train.resume_weights
+    start, _ = resume.checkpoint_at("train.resume_weights", Path(asked))
+    with torch.device("meta"):
+        detector = grounding_dino.skeleton(**_arguments(settings.model))
+        module = task.attach(instantiate(settings.tuning).prepare(detector))
+    wrong = checkpoint.misfits(module, start.folder)
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ConfigurationError(f"train.resume_weights={asked}: is of another model: {'; '.join(wrong[:3])}{more}")
+    return start.folder
 
 
 def tracker_complaints(settings: Settings) -> list[str]:
@@ -248,7 +279,7 @@ def _complaints_of(error: Exception) -> list[str]:
 def write_config(settings: Settings, folder: RunFolder) -> None:
     """The resolved configuration, as a Hydra file that gives the same run again."""
     values = settings_module.as_dict(settings) | {"run_dir": None, "out": None, "run": None}
-    values["train"]["resume"] = "none"
+    values["train"] |= {"resume": "none", "resume_allow": []}
     header = {
         "defaults": ["settings", "_self_", {"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}],
         "hydra": {"run": {"dir": "."}, "output_subdir": None, "job": {"name": "gdino-lab", "chdir": False}},
@@ -561,7 +592,7 @@ def report_failure(folder: RunFolder) -> int:
 def _ending(code: int, folder: RunFolder) -> dict[str, str]:
     if code != INTERRUPTED:
         return {}
-    last = folder.checkpoints / "last"
+    last = folder.checkpoints / checkpoint.LAST
     return {
         "cause": "asked to stop by a signal",
         "where": str(last) if last.exists() else "before the first checkpoint",

@@ -24,9 +24,11 @@ class Meter:
         self.epoch: list[float] = []
         self.since = time.perf_counter()
 
-    def restart(self) -> None:
-        """A new epoch: evaluating and saving is not the training's time."""
-        self.epoch, self.since = [], time.perf_counter()
+    def restart(self, keep: bool = False) -> None:
+        """A new epoch, or with `keep` the rest of one: evaluating and saving is not the training's time."""
+        self.since = time.perf_counter()
+        if not keep:
+            self.epoch = []
 
     def add(self, terms: dict[str, Tensor]) -> None:
         self.terms.append(terms)
@@ -46,6 +48,17 @@ class Meter:
             **{f"loss/{name}": value for name, value in zip(names, values, strict=True)},
             "images_per_s": count * self.effective_batch / seconds,
         }
+
+    def pending(self) -> dict[str, Tensor]:
+        """Loss terms since the last reading, one value a step: what a resumed run has to go on from."""
+        names = self.terms[0] if self.terms else ()
+        return {name: torch.stack([terms[name] for terms in self.terms]).float().cpu() for name in names}
+
+    def resume(self, pending: dict[str, Tensor], epoch: list[float], device: torch.device) -> None:
+        """The inverse of `pending`, with the losses read so far in this epoch."""
+        steps = max(map(len, pending.values()), default=0)
+        self.terms = [{name: values[step].to(device) for name, values in pending.items()} for step in range(steps)]
+        self.epoch = list(epoch)
 
     def epoch_loss(self) -> float:
         """Mean loss of the epoch's steps."""

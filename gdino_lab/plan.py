@@ -28,6 +28,8 @@ class Plan:
     steps_per_epoch: int
     epochs: int
     total_steps: int
+    schedule_steps: int
+    """Over which the learning rate follows its schedule; the last one stays for any steps beyond."""
     warmup_steps: int
     zero_stage: int
     deepspeed: dict[str, Any]
@@ -42,12 +44,13 @@ class Plan:
         return [f"{name} = {getattr(self, name)}  ({why})" for name, why in self.origin.items()]
 
 
-def make_plan(settings: Settings, train_images: int, world_size: int) -> Plan:
+def make_plan(settings: Settings, train_images: int, world_size: int, schedule_steps: int | None = None) -> Plan:
     """Derive the plan.
 
     Args:
         train_images: images in the training split.
         world_size: ranks over all machines.
+        schedule_steps: of an earlier plan whose schedule stays as written.
 
     Raises:
         ConfigurationError: the batches do not divide, or the training split is smaller than one of them.
@@ -69,6 +72,7 @@ def make_plan(settings: Settings, train_images: int, world_size: int) -> Plan:
     steps_per_epoch = train_images // train.effective_batch
     scheduled = train.epochs * steps_per_epoch
     total_steps = min(scheduled, train.max_steps or scheduled)
+    schedule_steps = schedule_steps or total_steps
     return Plan(
         world_size=world_size,
         micro_batch=train.micro_batch,
@@ -78,7 +82,8 @@ def make_plan(settings: Settings, train_images: int, world_size: int) -> Plan:
         steps_per_epoch=steps_per_epoch,
         epochs=math.ceil(total_steps / steps_per_epoch),
         total_steps=total_steps,
-        warmup_steps=round(total_steps * settings.schedule.warmup_fraction),
+        schedule_steps=schedule_steps,
+        warmup_steps=round(schedule_steps * settings.schedule.warmup_fraction),
         zero_stage=zero_stage(settings),
         deepspeed=deepspeed_config(settings, accumulation, world_size),
         origin={
@@ -86,7 +91,7 @@ def make_plan(settings: Settings, train_images: int, world_size: int) -> Plan:
             "steps_per_epoch": f"{train_images} training images / effective batch {train.effective_batch}, rest left out",
             "total_steps": f"{train.epochs} epochs x {steps_per_epoch} steps"
             + (f", cut by train.max_steps={train.max_steps}" if total_steps < scheduled else ""),
-            "warmup_steps": f"schedule.warmup_fraction {settings.schedule.warmup_fraction} x {total_steps} steps",
+            "warmup_steps": f"schedule.warmup_fraction {settings.schedule.warmup_fraction} x {schedule_steps} steps",
             "zero_stage": f"zero.stage {settings.zero.stage}"
             + (", which trains half-precision weights wrongly; ZeRO-1 takes the same steps" if corrected(settings) else ""),
         },

@@ -65,10 +65,13 @@ class RunFolder:
         found = [read_json(path) for path in (self.path / "ranks").glob("rank_*.failure.json")]
         return sorted(found, key=lambda failure: (failure["kind"] == LOST_PEER, failure["time"]))
 
-    def rewind(self, step: int) -> None:
-        """Forget what came after `step`: metrics of steps to be taken again, and failures of an earlier try."""
+    def forget_failures(self) -> None:
+        """Of an earlier try."""
         for path in (self.path / "ranks").glob("rank_*.failure.json"):
             path.unlink()
+
+    def rewind(self, step: int) -> None:
+        """Forget the metrics of steps that will be taken again: those after `step`."""
         if self.metrics.exists():
             rows = [line for line in self.metrics.read_text().splitlines() if json.loads(line)["step"] <= step]
             write_text(self.metrics, "".join(f"{row}\n" for row in rows))

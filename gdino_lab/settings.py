@@ -99,6 +99,18 @@ class Train:
     seed: int = MISSING
     resume: str = MISSING
     """auto, none, a run folder or a checkpoint folder."""
+    resume_check: str = MISSING
+    """strict, warn or off: whether a resumed run first proves that it scores and answers as the checkpoint says."""
+    resume_allow: list[str] = MISSING
+    """Keys that may differ from the checkpoint's although they change what is trained."""
+    resume_schedule: str = MISSING
+    """Of a run that is to take more steps than planned: stretch (as if asked for from the start) or as_written."""
+    resume_weights: str | None = MISSING
+    """A run or checkpoint folder whose weights, and nothing else, a fresh run starts from."""
+    save_every: int | None = MISSING
+    """Optimizer steps between two checkpoints, besides the one at each epoch's end."""
+    keep: int = MISSING
+    """Checkpoints that stay: the newest so many, and `best`."""
     workers: int = MISSING
     """Data processes a rank."""
     log_every: int = MISSING
@@ -190,6 +202,14 @@ def as_dict(settings: Settings) -> dict[str, Any]:
     return OmegaConf.to_container(OmegaConf.structured(settings), resolve=True)
 
 
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts by dotted key."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
 def instantiate(node: dict[str, Any], **supplied: Any) -> Any:
     """The object a `_target_` node describes; nested values reach it as plain dicts and lists."""
     return hydra_instantiate(node, _convert_="all", **supplied)
@@ -254,6 +274,8 @@ def _check_ranges(settings: Settings) -> list[str]:
     at_least("train.hang_minutes", train.hang_minutes, 0)
     at_least("train.clip_norm", train.clip_norm, 0)
     at_least("train.seed", train.seed, 0)
+    at_least("train.keep", train.keep, 1)
+    at_least("train.save_every", train.save_every, 1)
     if not 0 <= train.ema_decay < 1:
         complaints.append(f"train.ema_decay={train.ema_decay}: allowed is 0 up to, not including, 1")
     at_least("hardware.devices", settings.hardware.devices, 1)
@@ -272,6 +294,8 @@ def _check_ranges(settings: Settings) -> list[str]:
     one_of("precision.weights", settings.precision.weights, DTYPES)
     one_of("precision.autocast", settings.precision.autocast, (None, "bf16", "fp16"))
     one_of("train.probe", settings.train.probe.lower(), ("auto", "true", "false"))
+    one_of("train.resume_check", train.resume_check, ("strict", "warn", "off"))
+    one_of("train.resume_schedule", train.resume_schedule, ("stretch", "as_written"))
     one_of("schedule.name", settings.schedule.name, SCHEDULES)
     one_of("plan.format", settings.plan.format, ("table", "json"))
     return complaints
@@ -306,9 +330,11 @@ def _check_combinations(settings: Settings) -> list[str]:
         )
     if device == "cpu" and precision.tf32:
         complaints.append("precision=tf32 on hardware.device=cpu: TF32 is a mode of NVIDIA GPUs; use precision=fp32")
-    resume = settings.train.resume
+    resume, weights = settings.train.resume, settings.train.resume_weights
     if resume not in ("none", "auto") and not Path(resume).is_dir():
         complaints.append(f"train.resume={resume}: no such folder; allowed are none, auto, a run or checkpoint folder")
+    if weights is not None and not Path(weights).is_dir():
+        complaints.append(f"train.resume_weights={weights}: no such folder; allowed is a run or checkpoint folder")
     return complaints
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from hydra.utils import get_object
 from torch import Tensor, nn
 
 from gdino_lab import checkpoint
+from gdino_lab.checkpoint import Writer
 from gdino_lab.data.loading import EpochSampler, loader
 from gdino_lab.engine import backward_and_step, build_engine, step_report, whole_weights
+from gdino_lab.errors import ConfigurationError
 from gdino_lab.meters import GradientWatch, Meter
 from gdino_lab.models.average import WeightAverage
 from gdino_lab.models.dtypes import telling_clashes
@@ -30,6 +33,7 @@ from gdino_lab.models.not_finite import NotFinite, find_not_finite
 from gdino_lab.models.recompute import recompute_activations
 from gdino_lab.plan import Plan
 from gdino_lab.progress import Progress, format_table
+from gdino_lab.proof import SCORE_ELSEWHERE, SCORE_SAME, Digest, differing_answers, differing_score, digest_of, tolerance_of
 from gdino_lab.run_folder import RunFolder, read_json, write_json
 from gdino_lab.scoring import DTYPES, records_of, to_device
 from gdino_lab.settings import Settings, as_dict, instantiate
@@ -40,6 +44,8 @@ log = logging.getLogger(__name__)
 
 # Images of an evaluation batch for one of a micro-batch: without a backward there is room for twice as many at least.
 EVALUATED_AT_ONCE = 2
+# Under which a checkpoint keeps the losses since the last line of metrics.jsonl.
+METER = "meter"
 
 
 class Interrupted(Exception):
@@ -63,6 +69,8 @@ class Run:
     tracker: Any
     stop_asked: Callable[[], bool]
     phases: Phases
+    writer: Writer
+    meter: Meter
     beat: Callable[..., None] = lambda doing, step=0: None
     """Called with what is being done, and the step, wherever the run goes on."""
 
@@ -103,7 +111,8 @@ def train(
     beat: Callable[..., None],
     phases: Phases,
 ) -> None:
-    """Train as planned. Every rank calls it, in a process group that is up.
+    """Train as planned, from the checkpoint folder `resume` if there is one. Every rank calls it, in a process group that is
+    up.
 
     Args:
         beat: see Run.
@@ -111,21 +120,45 @@ def train(
 
     Raises:
         Interrupted: `stop_asked` said so on any rank; `checkpoints/last` holds the state.
+        ConfigurationError: the checkpoint's weights do not answer or score as it says.
+        NotSaved: a checkpoint could not be written.
     """
     with phases("build"):
         run = build(settings, plan, folder, stop_asked, phases)
         run.beat = beat
-        state = Progressed()
-        if resume is not None:
-            state = restored(checkpoint.load(run.engine, run.average, Path(resume)))
-            log.info("resumed %s at step %d of %d", resume, state.step, plan.total_steps)
+        state = Progressed() if resume is None else go_on(run, Path(resume))
     first_step = state.step
-    if state.untuned is None:
-        with phases("evaluate"):
-            state.untuned = evaluate(run)
-        report_evaluation(run, "untuned", 0, 0, state.untuned)
-    fit(run, state)
+    try:
+        if state.untuned is None:
+            with phases("evaluate"):
+                state.untuned = evaluate(run)
+            report_evaluation(run, "untuned", 0, 0, state.untuned)
+        if stop_anywhere(run) and state.step < plan.total_steps:
+            save(run, state, evaluation=None)
+            raise Interrupted
+        fit(run, state)
+        with phases("save"):
+            run.writer.wait()
+    except Interrupted:
+        run.writer.wait()
+        raise
+    finally:
+        run.writer.linger()
     finish(run, state, images=(state.step - first_step) * plan.effective_batch)
+
+
+def go_on(run: Run, resume: Path) -> Progressed:
+    """Restore what a checkpoint holds, prove it, and forget what came after it."""
+    stored = checkpoint.load(run.engine, run.average, resume)
+    state = restored(stored)
+    with checkpoint.Stored(resume) as tensors:
+        run.meter.resume(tensors.own(METER, dist.get_rank()), stored["epoch_losses"], run.device)
+    log.info("resumed %s at step %d of %d", resume, state.step, run.plan.total_steps)
+    with run.phases("prove"):
+        prove(run, stored)
+    if run.is_main:
+        run.folder.rewind(state.step)
+    return state
 
 
 # --- building -------------------------------------------------------------------------------------------------------
@@ -146,10 +179,13 @@ def build(
     if settings.activations.recompute:
         recompute_activations(detector)
     module = task.attach(detector).to(device=device, dtype=DTYPES[settings.precision.weights])
+    if settings.train.resume_weights is not None:
+        checkpoint.load_weights(module, Path(settings.train.resume_weights))
     groups = tuning.groups(module, settings.optimizer["lr"])
     moving = sum(parameter.numel() for group in groups for parameter in group["params"])
     engine = build_engine(module, instantiate(settings.optimizer, params=iter(groups)), settings.schedule.name, plan)
     average = WeightAverage(module, settings.train.ema_decay) if settings.train.ema_decay else None
+    writer = Writer(folder.checkpoints, settings.train.keep)
     log.info(
         "parameters: %s trainable of %s",
         f"{moving:,}",
@@ -158,9 +194,11 @@ def build(
     seed_everything(settings.train.seed + 1 + dist.get_rank())  # dropout differs by rank, weights did not
     tracker = start_tracker(settings, folder) if dist.get_rank() == 0 else None
     batches = evaluation_loader(settings, plan, task, device)
+    meter = Meter(plan.effective_batch)
     return Run(
-        settings, plan, folder, device, task, batches, engine, average, processor, tuning, tracker, stop_asked, phases
-    )
+        settings, plan, folder, device, task, batches, engine, average, processor, tuning, tracker, stop_asked, phases,
+        writer, meter,
+    )  # fmt: skip
 
 
 def prepare_device(settings: Settings) -> torch.device:
@@ -214,12 +252,12 @@ def fit(run: Run, state: Progressed) -> None:
     )
     watch = GradientWatch(run.engine.module) if state.step == 0 else None
     progress = Progress(plan.total_steps, state.step, shown=run.is_main)
-    meter = Meter(plan.effective_batch)
+    meter = run.meter
     with progress:
         while state.step < plan.total_steps:
             epoch, done = divmod(state.step, plan.steps_per_epoch)
             sampler.set_position(epoch, start=done * plan.accumulation * plan.micro_batch)
-            meter.restart()
+            meter.restart(keep=done > 0)
             stopping = False
             with run.phases("train"):
                 for terms in steps(run, batches, min(plan.steps_per_epoch - done, plan.total_steps - state.step)):
@@ -236,11 +274,12 @@ def fit(run: Run, state: Progressed) -> None:
                     stopping = stop_anywhere(run)
                     if stopping:
                         break
+                    if train.save_every and state.step % train.save_every == 0 and not epoch_ends:
+                        save(run, state, evaluation=None)
             if epoch_ends:
-                end_epoch(run, state, epoch, meter)
+                end_epoch(run, state, epoch)
             elif stopping:
-                with run.phases("save"):
-                    save(run, state)
+                save(run, state, evaluation=None)
             if stopping and state.step < plan.total_steps:
                 raise Interrupted
 
@@ -323,8 +362,9 @@ def stop_anywhere(run: Run) -> bool:
     return bool(vote.item())
 
 
-def end_epoch(run: Run, state: Progressed, epoch: int, meter: Meter) -> None:
+def end_epoch(run: Run, state: Progressed, epoch: int) -> None:
     """Evaluate, keep the best, save, and say it in a line."""
+    export = None
     with run.averaged():
         with run.phases("evaluate"):
             evaluation = evaluate(run)
@@ -336,29 +376,79 @@ def end_epoch(run: Run, state: Progressed, epoch: int, meter: Meter) -> None:
             better = True
             with run.phases("save"):
                 weights = whole_weights(run.engine)
-                if run.is_main:
-                    save_model(
-                        run.folder.model, run.engine.module, weights, run.tuning, run.processor, run.task.knowledge()
-                    )
-    with run.phases("save"):
-        save(run, state)
-        if better and run.is_main:
-            checkpoint.copy(run.folder.checkpoints / "last", run.folder.checkpoints / "best")
+            if run.is_main:
+                export = partial(
+                    save_model, run.folder.model, run.engine.module, weights, run.tuning, run.processor, run.task.knowledge()
+                )
+    save(run, state, evaluation, best=better, also=export)
     report_evaluation(run, "epoch", epoch + 1, state.step, evaluation, best=better)
     log.info(
         "Epoch %d/%d | loss %.4f | %s%s",
-        epoch + 1, run.plan.epochs, meter.epoch_loss(), run.task.epoch_line(evaluation), " | ★ best" if better else "",
+        epoch + 1, run.plan.epochs, run.meter.epoch_loss(), run.task.epoch_line(evaluation), " | ★ best" if better else "",
     )  # fmt: skip
 
 
-def save(run: Run, state: Progressed) -> None:
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def save(
+    run: Run, state: Progressed, evaluation: Evaluation | None, best: bool = False, also: Callable[[], None] | None = None
+) -> None:
+    """Begin to write a checkpoint.
+
+    Args:
+        evaluation: of the weights as they are; None between evaluations.
+    """
     run.beat("save", state.step)
-    checkpoint.save(
-        run.engine,
-        run.average,
-        run.folder.checkpoints / "last",
-        {"progressed": asdict(state), "plan": run.plan.as_dict(), "settings": as_dict(run.settings)},
-    )
+    with run.phases("save"):
+        proof = {"digest": digest(run), "score": evaluation and evaluation.selection}
+        trainer_state = {
+            "progressed": asdict(state),
+            "epoch_losses": run.meter.epoch,
+            "proof": proof,
+            "plan": run.plan.as_dict(),
+            "settings": as_dict(run.settings),
+        }
+        own = {METER: run.meter.pending()}
+        run.writer.save(run.engine, run.average, state.step, trainer_state, own, best, also)
+
+
+def digest(run: Run) -> Digest:
+    """What the model answers to the first image it is evaluated on. Collective under ZeRO-3."""
+    dataset = run.task.evaluation_set()
+    batch = to_device(run.task.collate([dataset[0, 0]]), run.device, run.dtype)
+    training = run.engine.module.training
+    run.engine.eval()
+    with torch.no_grad():
+        outputs = run.engine(**batch["inputs"])
+    run.engine.train(training)
+    return digest_of(outputs)
+
+
+def prove(run: Run, stored: dict[str, Any]) -> None:
+    """Before the first step: the answers to a fixed image, and the validation score where there is one, are those the
+    checkpoint says.
+
+    Raises:
+        ConfigurationError: they differ by more than rounding explains, and train.resume_check is strict.
+    """
+    check, then = run.settings.train.resume_check, stored["proof"]
+    if check == "off":
+        return
+    now = as_dict(run.settings)
+    complaints = differing_answers(then["digest"], digest(run), tolerance_of(stored["settings"]["precision"], now["precision"]))
+    if then["score"] is not None:
+        with run.averaged():
+            score = evaluate(run).selection
+        elsewhere = any(stored["settings"][node] != now[node] for node in ("hardware", "zero", "offload", "precision"))
+        complaints += differing_score(then["score"], score, SCORE_ELSEWHERE if elsewhere else SCORE_SAME)
+    if complaints and check == "strict":
+        advice = "train.resume_check=warn goes on all the same, train.resume_weights=DIR takes the weights only"
+        raise ConfigurationError([f"train.resume: {complaint}; {advice}" for complaint in complaints])
+    for complaint in complaints:
+        log.warning("train.resume: %s", complaint)
+    if not complaints:
+        log.info("proved: outputs%s as in the checkpoint", "" if then["score"] is None else f" and score {then['score']:.4g}")
 
 
 def restored(stored: dict[str, Any]) -> Progressed:

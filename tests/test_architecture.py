@@ -18,10 +18,13 @@ FLOORS = [
     {"launch"},
     {"probe"},
     {"trainer", "finished"},
-    {"checkpoint", "engine", "memory", "meters", "postmortem", "progress", "scoring", "watch"},
+    {"resume"},
+    {"checkpoint"},
+    {"pieces"},
+    {"engine", "memory", "meters", "postmortem", "progress", "scoring", "watch"},
     {"tasks"},
     {"models", "data", "usage", "doctor"},
-    {"losses", "machine", "metrics", "plan", "run_folder"},
+    {"losses", "machine", "metrics", "plan", "proof", "run_folder"},
     {"settings"},
     {"errors"},
 ]
@@ -63,7 +66,7 @@ def test_only_the_engine_talks_to_deepspeed():
     assert talking == {"engine.py"}
 
 
-@pytest.mark.parametrize("pure", ["losses", "metrics", "plan", "settings", "errors"])
+@pytest.mark.parametrize("pure", ["losses", "metrics", "plan", "proof", "settings", "errors"])
 def test_pure_code_has_no_effects(pure: str):
     """No files, processes or DeepSpeed; Hydra only where the schema is."""
     paths = [path for path in FILES if path.relative_to(PACKAGE).with_suffix("").parts[0] == pure]

@@ -55,7 +55,7 @@ def trained(settings, probed):
     losses = [{name: term.item().hex() for name, term in terms.items()} for terms in trainer.steps(made, batches, 2)]
     weights = engine.whole_weights(made.engine)
     digest = hashlib.sha256(b"".join(weights[name].float().numpy().tobytes() for name in sorted(weights))).hexdigest()
-    counted = [made.engine.micro_steps, made.engine.global_steps, engine.autocast_scale(made.engine)]
+    counted = [made.engine.micro_steps, made.engine.global_steps, engine.step_report(made.engine).get("loss_scale")]
     random = torch.random.get_rng_state().tolist()
     engine.discard(made.engine)
     return [losses, digest, counted, random], left

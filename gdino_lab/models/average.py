@@ -40,14 +40,12 @@ class WeightAverage:
         finally:
             self._write(kept)
 
-    def state(self) -> dict[str, object]:
-        return {"updates": self.updates, "averages": self.averages}
-
     @torch.no_grad()
-    def restore(self, state: dict[str, object]) -> None:
-        self.updates = state["updates"]
-        for average, value in zip(self.averages, state["averages"], strict=True):
-            average.copy_(value)
+    def restart(self) -> None:
+        """Begin anew at the weights as they are."""
+        self.updates = 0
+        for average, parameter in zip(self.averages, self.parameters, strict=True):
+            average.copy_(stored(parameter))
 
     @torch.no_grad()
     def _write(self, values: list[Tensor]) -> None:
