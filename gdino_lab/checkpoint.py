@@ -23,6 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain, count
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -239,7 +240,7 @@ def commit(partial: Path, folder: Path, step: int, ranks: int, best: bool, keep:
 
 def first_free(path: Path) -> Path:
     """A run that went on from an earlier step comes to the same step again."""
-    return next(each for each in (path, *(path.with_name(f"{path.name}_{n}") for n in range(2, 10**6))) if not each.exists())
+    return next(each for each in chain([path], (path.with_name(f"{path.name}_{n}") for n in count(2))) if not each.exists())
 
 
 def point(link: Path, target: Path) -> None:
@@ -351,8 +352,10 @@ def verify(checkpoint: Path) -> None:
             raise Damaged(f"{checkpoint / MANIFEST}: names a file elsewhere, {name}")
         try:
             size = path.stat().st_size
-            if size != known["bytes"]:
-                raise Damaged(f"{path}: has {size} bytes, the manifest says {known['bytes']}")
+            if not isinstance(known, dict) or not isinstance(known.get("sha256"), str):
+                raise Damaged(f"{checkpoint / MANIFEST}: says neither bytes nor SHA-256 of {name}")
+            if size != known.get("bytes"):
+                raise Damaged(f"{path}: has {size} bytes, the manifest says {known.get('bytes')}")
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
@@ -361,6 +364,28 @@ def verify(checkpoint: Path) -> None:
             raise Damaged(f"{path}: cannot be read ({error.strerror})") from None
         if digest != known["sha256"]:
             raise Damaged(f"{path}: its SHA-256 is {digest[:12]}…, the manifest says {known['sha256'][:12]}…")
+    verify_form(checkpoint, manifest)
+
+
+def verify_form(checkpoint: Path, manifest: dict[str, Any]) -> None:
+    """A manifest may agree with files that no gdino-lab wrote: each must be of its format, none missing and none added.
+
+    Raises:
+        Damaged: naming the file and what it is not.
+    """
+    listed = {name for name in manifest["files"] if name.startswith("state_")}
+    if manifest.get("ranks") != len(listed) or TRAINER not in manifest["files"]:
+        raise Damaged(f"{checkpoint / MANIFEST}: names {len(listed)} share(s) for {manifest.get('ranks')} rank(s), or no {TRAINER}")
+    for path in checkpoint.glob("state_*.safetensors"):
+        if path.name not in listed:
+            raise Damaged(f"{path}: is not in the manifest")
+    with Stored(checkpoint):
+        pass
+    try:
+        if not isinstance(read_json(checkpoint / TRAINER), dict):
+            raise ValueError("no object")
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{checkpoint / TRAINER}: is no JSON ({error})") from None
 
 
 def load(engine: Any, average: WeightAverage | None, checkpoint: Path) -> dict[str, Any]:
@@ -378,15 +403,19 @@ def load(engine: Any, average: WeightAverage | None, checkpoint: Path) -> dict[s
     return trainer_state
 
 
-def load_weights(module: nn.Module, checkpoint: Path) -> None:
+def load_weights(module: nn.Module, checkpoint: Path, averages: bool = False) -> None:
     """Give a module that is no engine's yet the weights of a checkpoint, and nothing else.
+
+    Args:
+        averages: take the moving averages of those parameters that have one.
 
     Raises:
         KeyError: it holds no such weight.
     """
     with Stored(checkpoint) as stored, torch.no_grad():
         for name, tensor in tensors_of(module).items():
-            tensor.view(-1).copy_(stored.read(WEIGHT, name, 0, tensor.numel()))
+            kind = AVERAGE if averages and AVERAGE in stored.kinds(name) else WEIGHT
+            tensor.view(-1).copy_(stored.read(kind, name, 0, tensor.numel()))
 
 
 def misfits(module: nn.Module, checkpoint: Path) -> list[str]:
@@ -432,12 +461,15 @@ class Stored:
             try:
                 file = safe_open(path, framework="pt").__enter__()
             except (SafetensorError, OSError) as error:
-                raise Damaged(f"{path}: {error}") from None
+                raise Damaged(f"{path}: is no safetensors file ({error})") from None
             self.files.append(file)
             for key in file.keys():
-                kind, name, start = key.rsplit(":", 2)
-                length = int(np.prod(file.get_slice(key).get_shape()))
-                run = Run(int(start), int(start) + length, file, key)
+                try:
+                    kind, name, start = key.rsplit(":", 2)
+                    length = int(np.prod(file.get_slice(key).get_shape()))
+                    run = Run(int(start), int(start) + length, file, key)
+                except ValueError:
+                    raise Damaged(f"{path}: holds {key}, which is no KIND:NAME:START") from None
                 self.runs.setdefault((kind, name), []).append(run)
                 self.by_name.setdefault(name, set()).add(kind)
 
@@ -455,8 +487,11 @@ class Stored:
         return {name for each, name in self.runs if each == kind}
 
     def size(self, kind: str, name: str) -> int:
-        """Elements stored, 0 where there are none."""
-        return max((run.stop for run in self.runs.get((kind, name), [])), default=0)
+        """Elements stored, from the first to where one is missing; 0 where there are none."""
+        position = 0
+        for run in sorted(self.runs.get((kind, name), []), key=lambda run: run.start):
+            position = max(position, run.stop) if run.start <= position else position
+        return position
 
     def own(self, kind: str, rank: int) -> dict[str, Tensor]:
         """What one rank stored for itself under `kind`, by name; empty where there was no such rank."""
