@@ -19,7 +19,7 @@ from gdino_lab.settings import Settings, as_dict, flat
 
 # Where, how long and how it is told: nothing that training computes.
 FREE = (
-    "run_dir", "out", "run", "split", "images", "threshold", "alpha", "plan", "ladder", "tracker",
+    "run_dir", "out", "run", "checkpoint", "average", "adapter", "split", "images", "threshold", "alpha", "plan", "ladder", "tracker",
     "train.epochs", "train.max_steps", "train.resume", "train.resume_check", "train.resume_allow", "train.resume_schedule",
     "train.resume_weights", "train.workers", "train.log_every", "train.hang_minutes", "train.probe", "train.keep",
     "train.save_every",
@@ -45,7 +45,23 @@ class Start:
 
     @cached_property
     def trainer_state(self) -> dict[str, Any]:
-        return read_json(self.folder / TRAINER)
+        """What trainer.json holds.
+
+        Raises:
+            ConfigurationError: it is not what gdino-lab writes there.
+        """
+        try:
+            state = read_json(self.folder / TRAINER)
+            sound = isinstance(state["settings"], dict) and isinstance(state["versions"], dict)
+            sound = sound and all(
+                isinstance(number, int)
+                for number in (state["progressed"]["step"], state["plan"]["total_steps"], state["plan"]["train_images"])
+            )
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            sound = False
+        if not sound:
+            raise ConfigurationError(f"{self.folder / TRAINER}: is not what a checkpoint's {TRAINER} holds; it is damaged")
+        return state
 
     @property
     def step(self) -> int:

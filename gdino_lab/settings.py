@@ -167,7 +167,13 @@ class Settings:
     out: str | None = None
     plan: PlanOutput = field(default_factory=PlanOutput)
     run: str | None = None
-    """A finished run's folder, for `eval`, `predict` and `blend`."""
+    """A finished run's folder, for `eval`, `export`, `predict` and `blend`."""
+    checkpoint: str | None = None
+    """Which of the run's checkpoints `export` reads: best, last, the name of one, or a folder; null: best."""
+    average: bool = True
+    """Whether `export` takes the moving average of the weights where the checkpoint has one."""
+    adapter: bool = False
+    """Whether `export` writes the low-rank adapters alone, for peft, instead of merging them."""
     split: str | None = None
     images: str | None = None
     """One image, a folder or a glob."""
@@ -232,10 +238,15 @@ def check_target(node: str, value: dict[str, Any]) -> list[str]:
         return [f"{node}._target_ is missing"]
     if not target.startswith(ALLOWED_TARGETS):
         return [f"{node}._target_={target}: allowed are names below {', '.join(ALLOWED_TARGETS)}"]
+    if nested := [key for key in flat(value) if key.split(".")[-1] == "_target_" and key != "_target_"]:
+        return [f"{node}.{key}: allowed is {node}._target_ alone" for key in nested]
     try:
-        parameters = inspect.signature(get_object(target)).parameters
+        found = get_object(target)
+        parameters = inspect.signature(found).parameters
     except (ImportError, AttributeError, ValueError) as error:
         return [f"{node}._target_={target}: cannot be found ({str(error).splitlines()[0]})"]
+    if not f"{getattr(found, '__module__', None)}.".startswith(ALLOWED_TARGETS):  # what one of those merely imports
+        return [f"{node}._target_={target}: allowed are names below {', '.join(ALLOWED_TARGETS)}, and this is another's"]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
     given = {key for key in value if not (key.startswith("_") and key.endswith("_"))}

@@ -17,7 +17,7 @@ FLOORS = [
     {"ladder"},
     {"launch"},
     {"probe"},
-    {"trainer", "finished"},
+    {"trainer", "finished", "consolidated"},
     {"resume"},
     {"checkpoint"},
     {"pieces"},

@@ -15,6 +15,7 @@ COMMANDS = {
     "plan": "batch arithmetic, DeepSpeed configuration and predicted memory, without starting anything",
     "ladder": "the rungs of ladder=NAME in turn, each in its own processes, training on the first that fits",
     "eval": "score a finished run again: run=DIR split=NAME",
+    "export": "any checkpoint of a run as a transformers folder: run=DIR checkpoint=best|last|NAME",
     "predict": "boxes or anomaly maps on new images: run=DIR images=PATH",
     "blend": "weights between a run's start and its end, scored at each share: run=DIR alpha=0,0.5,1",
     "inspect": "one forward pass: every output field with name, shape, dtype, device and range",
@@ -23,9 +24,12 @@ COMMANDS = {
 }
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 FLAGS_WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
-PATHS = ("run_dir", "out", "run", "images", "data.root", "model.pretrained", "train.resume", "task.guard", "task.guard_images")
+PATHS = (
+    "run_dir", "out", "run", "checkpoint", "images", "data.root", "model.pretrained", "train.resume", "task.guard",
+    "task.guard_images",
+)  # fmt: skip
 # These start from a finished run's own configuration instead of conf/.
-OF_A_RUN = ("eval", "predict", "blend")
+OF_A_RUN = ("eval", "export", "predict", "blend")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 
 

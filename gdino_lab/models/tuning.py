@@ -128,6 +128,14 @@ class Lora:
             merged[f"{layer}.{kind}" if base else name] = weight
         return merged
 
+    def adapters(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of the prepared detector's weights the adapters, as peft names them in a file."""
+        return {
+            f"base_model.model.{name.replace('.default.', '.')}": weight.contiguous()
+            for name, weight in weights.items()
+            if ".lora_" in name
+        }
+
 
 def one_group(module: nn.Module, lr: float) -> list[dict[str, Any]]:
     """Whatever moves, at one rate; no group where nothing does."""
