@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
@@ -77,8 +80,9 @@ def build(
     if complaints:
         raise ConfigurationError(complaints)
     try:
-        model = model_class.from_pretrained(pretrained, dtype="float32")
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        # Of a folder without safetensors the pickle, read by an unpickler that makes tensors and nothing else.
+        model = model_class.from_pretrained(pretrained, dtype="float32", weights_only=True)
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise _cannot_load(pretrained, error) from None
     return model, build_processor(pretrained)
 
@@ -102,7 +106,7 @@ def build_processor(pretrained: str | None = None, **_: Any) -> GroundingDinoPro
         return random_weights_processor()
     try:
         # Not `use_fast`: the torchvision processor is not installed, and PIL's needs nothing more.
-        return AutoProcessor.from_pretrained(pretrained, backend="pil")
+        return AutoProcessor.from_pretrained(pretrained, backend="pil", trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise _cannot_load(pretrained, error) from None
 
@@ -118,7 +122,7 @@ def any_processor(pretrained: str | None = None, **rest: Any) -> GroundingDinoPr
 
 def _cannot_load(pretrained: str, error: Exception) -> ConfigurationError:
     return ConfigurationError(
-        f"model.pretrained={pretrained}: cannot be loaded: {str(error).splitlines()[0]} "
+        f"model.pretrained={pretrained}: cannot be loaded: {(str(error) or type(error).__name__).splitlines()[0]} "
         "(allowed: a hub id that can be downloaded or is cached, a local transformers folder, or null)"
     )
 
@@ -155,7 +159,8 @@ def _config_complaints(config_class: type, config: dict[str, Any], where: str = 
 def _folder_complaints(architecture: str, folder: Path) -> list[str]:
     """A folder without a configuration, or with another architecture's."""
     try:
-        there = json.loads((folder / "config.json").read_text())["model_type"]
+        config = json.loads((folder / "config.json").read_text())
+        there = config["model_type"]
     except FileNotFoundError:
         return [f"model.pretrained={folder}: holds no config.json, so it is no model folder"]
     except (ValueError, KeyError, TypeError):
@@ -163,7 +168,35 @@ def _folder_complaints(architecture: str, folder: Path) -> list[str]:
     wanted = ARCHITECTURES[architecture][0].model_type
     if there != wanted:
         return [f"model.pretrained={folder}: holds a {there} model, model.architecture={architecture} wants {wanted}"]
-    return []
+    complaints = [
+        f"model.pretrained={folder}: its config.json asks for code from elsewhere, {key}={value}, which is never run; remove it"
+        for key, value in _fields(config)
+        if key.endswith("attn_implementation") and "/" in str(value)  # transformers would fetch such a kernel and import it
+    ]
+    return complaints if list(folder.glob("*.safetensors")) else complaints + _pickle_complaints(folder)
+
+
+def _fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every field of a configuration and of those nested in it."""
+    for key, value in config.items():
+        yield key, value
+        if isinstance(value, dict):
+            yield from _fields(value)
+
+
+def _pickle_complaints(folder: Path) -> list[str]:
+    """Pickles that are more than tensors. They are read by an unpickler that makes tensors and nothing else, so that nothing
+    of what they ask for is done."""
+    complaints = []
+    for path in sorted(folder.glob("*.bin")):
+        try:
+            torch.load(path, map_location="meta", weights_only=True)
+        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError):  # whose messages advise to trust the file
+            complaints.append(
+                f"model.pretrained={folder}: {path.name} is no file of weights: it is broken, or a pickle that wants code run, "
+                "which is never done; allowed are safetensors, or a pickle of tensors alone"
+            )
+    return complaints
 
 
 def _hub_complaints(hub_id: str) -> list[str]:
