@@ -11,16 +11,19 @@ Nothing in it is a pickle, so loading runs no code of whoever wrote it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
 import platform
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import chain, count
@@ -34,6 +37,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from gdino_lab.errors import NotSaved
 from gdino_lab.models.average import WeightAverage
 from gdino_lab.pieces import AVERAGE, WEIGHT, Piece, counters, pieces, put_back, restore_counters
 from gdino_lab.run_folder import read_json, write_json
@@ -55,10 +59,6 @@ DTYPES = {
 
 class Damaged(Exception):
     """A checkpoint that is not whole; the message names the file."""
-
-
-class NotSaved(OSError):
-    """A checkpoint could not be written; the one before it is untouched."""
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class Writer:
                     commit(partial, self.folder, step, dist.get_world_size(), best, self.keep)
             except BaseException as error:  # noqa: BLE001  told by `wait`, in the thread that trains
                 self.error = error
-                (partial / f".failed_{rank}").touch() if partial.is_dir() else None
+                tell_failure(partial, rank)
 
         self.thread = Thread(target=write, name="checkpoint", daemon=False)
         self.thread.start()
@@ -134,13 +134,15 @@ class Writer:
             try:
                 self._agree(self._tell)
             except NotSaved:
-                self._clear()
+                self._clear_if_possible()
                 raise
 
     def linger(self, seconds: float = 10) -> None:
         """Where a run ends for another reason, give what was begun a moment to be written."""
         if self.thread is not None:
             self.thread.join(seconds)
+            if self.error is not None:
+                self._clear_if_possible()  # on a full disk this makes room to write down what happened
 
     def _tell(self) -> None:
         error, self.error = self.error, None
@@ -156,7 +158,8 @@ class Writer:
         needed *= dist.get_world_size()  # the shares are about equal
         free = shutil.disk_usage(self.folder).free
         if free < needed:
-            raise NotSaved(f"{self.folder}: a checkpoint takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free there")
+            said = f"{self.folder}: a checkpoint takes {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free there"
+            raise NotSaved(said, self.folder, errno.ENOSPC)
         partial.mkdir()
 
     def _clear(self) -> None:
@@ -165,20 +168,34 @@ class Writer:
             for stale in self.folder.glob(".*.partial"):
                 shutil.rmtree(stale)
 
+    def _clear_if_possible(self) -> None:
+        with suppress(OSError):  # the disk may have become read-only; there is a worse thing to tell
+            self._clear()
+
     def _agree(self, attempt: Callable[[], None]) -> None:
         """Do it on each rank; where one fails all do, or the others would wait for it for ever."""
-        error = None
+        error: NotSaved | None = None
         try:
             attempt()
-        except Exception as found:  # noqa: BLE001  raised below
+        except NotSaved as found:
             error = found
+        except Exception as found:  # noqa: BLE001  raised below
+            error = NotSaved(f"{self.folder}: {found}", self.folder, number_of(found))
+            error.__cause__ = found
         if dist.get_world_size() > 1:
             told: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(told, None if error is None else str(error))
-            if error is None and any(told):
-                error = NotSaved(next(filter(None, told)))
+            dist.all_gather_object(told, error and (error.echo, str(error), error.errno))
+            if any(told) and (error is None or error.echo):  # then it is told as the rank tells it that knows the cause
+                _, said, number = min(filter(None, told), key=lambda each: each[0])
+                error = NotSaved(said, self.folder, number, echo=True)
         if error is not None:
-            raise error if isinstance(error, NotSaved) else NotSaved(f"{self.folder}: {error}") from error
+            raise error
+
+
+def number_of(error: Exception) -> int | None:
+    """The system's, which safetensors has in its message only."""
+    told = re.search(r"os error (\d+)", str(error))
+    return int(told[1]) if told else getattr(error, "errno", None)
 
 
 def name_of(step: int) -> str:
@@ -213,13 +230,20 @@ def write_share(partial: Path, rank: int, tensors: dict[str, Tensor], trainer_st
     write_json(partial / f".share_{rank}.json", files)
 
 
+def tell_failure(partial: Path, rank: int) -> None:
+    """To rank 0, which waits for this rank's share. What was written of it goes first: on a full disk there is no room else."""
+    with suppress(OSError):
+        (partial / f"state_{rank}.safetensors").unlink(missing_ok=True)
+        (partial / f".failed_{rank}").touch()
+
+
 def commit(partial: Path, folder: Path, step: int, ranks: int, best: bool, keep: int) -> None:
     """All shares are there: the folder gets its manifest, then its name, then the links that point to it."""
     shares = [partial / f".share_{rank}.json" for rank in range(ranks)]
     deadline = time.monotonic() + PATIENCE
     while not all(share.exists() for share in shares):
         if any(partial.glob(".failed_*")) or time.monotonic() > deadline:
-            raise NotSaved(f"{partial}: another rank has not written its share")
+            raise NotSaved(f"{partial}: another rank has not written its share", folder, echo=True)
         time.sleep(0.01)
     files: dict[str, Any] = {}
     for share in shares:

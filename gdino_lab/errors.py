@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class ConfigurationError(Exception):
@@ -12,6 +13,20 @@ class ConfigurationError(Exception):
     def __init__(self, complaints: str | Iterable[str]):
         self.complaints = [complaints] if isinstance(complaints, str) else list(complaints)
         super().__init__("\n".join(self.complaints))
+
+
+class NotSaved(OSError):
+    """A checkpoint could not be written; the one before it is untouched.
+
+    Args:
+        folder: the run's checkpoints/.
+        errno: why, where the system said so.
+        echo: whether this rank only heard that another could not.
+    """
+
+    def __init__(self, message: str, folder: Path, errno: int | None = None, echo: bool = False):
+        super().__init__(message)
+        self.folder, self.errno, self.echo = folder, errno, echo
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gdino_lab.errors import ConfigurationError
+from gdino_lab.errors import ConfigurationError, NotSaved
 from gdino_lab.machine.devices import Device
 from gdino_lab.machine.readings import Readings
 from gdino_lab.models.not_finite import NotFinite
@@ -26,7 +26,7 @@ ALLOCATOR, DEVICE_TAKEN, HOST, PINNED, SHARED_MEMORY = (
     "out_of_memory", "device_memory_taken", "host_memory", "pinned_memory", "shared_memory",
 )  # fmt: skip
 OUT_OF_MEMORY_KINDS = (ALLOCATOR, DEVICE_TAKEN, HOST, PINNED, SHARED_MEMORY)
-NOT_FINITE, HANG, REFUSED, KILLED, OTHER = "not_finite", "hang", "refused", "killed", "other"
+NOT_FINITE, HANG, REFUSED, KILLED, DISK, OTHER = "not_finite", "hang", "refused", "killed", "disk", "other"
 # Below this share left, memory counts as used up: the last reading is some tenths of a second old.
 NOTHING_LEFT = 0.05
 # Of AdamW from published weights: what a far larger one is brought down to at once.
@@ -55,7 +55,7 @@ def diagnose(error: BaseException, readings: Readings, settings: Settings) -> Di
     """What an exception means; everything about the machine comes in `readings`, about the run in `settings`."""
     root = error
     # An empty queue is only how torch notices that a data process has died.
-    while root.__cause__ is not None and not isinstance(root.__cause__, queue.Empty):
+    while root.__cause__ is not None and not isinstance(root.__cause__, queue.Empty) and not _of_disk(root):
         root = root.__cause__
     said = str(root)
     if isinstance(root, ConfigurationError):
@@ -64,6 +64,8 @@ def diagnose(error: BaseException, readings: Readings, settings: Settings) -> Di
         if not root.figures:
             return Diagnosis(LOST_PEER, cause_of(root))
         return Diagnosis(NOT_FINITE, str(root), root.figures, not_finite_cure(root.figures, settings))
+    if _of_disk(root):
+        return _disk(root, settings)
     if isinstance(root, torch.OutOfMemoryError) or re.search(r"CUDA out of memory\. Tried to allocate", said):
         return _allocator(said, readings, settings)
     short = any(text in said for text in ("out of memory", "cudaHostAlloc", "cudaHostRegister"))
@@ -290,6 +292,16 @@ def _frames(error: BaseException) -> Iterator[tuple[str, str, str]]:
         trace = trace.tb_next
 
 
+def _of_disk(error: BaseException) -> bool:
+    """Whether a checkpoint could not be written, and not for a mistake of another kind on the way to the disk."""
+    return isinstance(error, NotSaved) and (error.errno is not None or error.__cause__ is None)
+
+
+def _disk(error: NotSaved, settings: Settings) -> Diagnosis:
+    figures = {"folder": str(error.folder)} | _known(errno=error.errno and errno.errorcode.get(error.errno))
+    return Diagnosis(DISK, f"a checkpoint could not be written: {error}", figures, disk_cure(error, settings))
+
+
 # --- judging a death without a word ---------------------------------------------------------------------------------
 
 
@@ -388,6 +400,17 @@ def shared_cure(settings: Settings, otherwise: str = "") -> str:
     if settings["train"]["workers"] > 0:
         return "train.workers=0"
     return otherwise or "make /dev/shm larger (docker run --shm-size=8g), or NCCL_SHM_DISABLE=1 in front of the command"
+
+
+def disk_cure(error: NotSaved, settings: Settings) -> str:
+    """What is to change there; the run then goes on from the checkpoint before."""
+    run = error.folder.parent
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fewer = " train.keep=1" if settings["train"]["keep"] > 1 else ""
+        return f"make room there, then go on with train.resume={run}{fewer}"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"make the folder writable, then go on with train.resume={run}; or in another one, with run_dir=DIR besides"
+    return f"see whether the disk is well, then go on with train.resume={run}"
 
 
 def not_finite_cure(figures: dict[str, Any], settings: Settings) -> str:

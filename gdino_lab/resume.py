@@ -92,7 +92,7 @@ def checkpoint_at(key: str, folder: Path) -> tuple[Start, list[str]]:
     Raises:
         ConfigurationError: there is none; says which file is damaged, and how.
     """
-    if (folder / "checkpoints").is_dir():
+    if (folder / "checkpoints").is_dir() or (folder / "status.json").is_file():
         start, said = newest_whole(folder / "checkpoints")
         if start is None:
             why = "; ".join(said) or "its run was stopped before the first was written"

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,10 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Forget the metrics of steps that will be taken again: those after `step`."""
         if self.metrics.exists():
-            rows = [line for line in self.metrics.read_text().splitlines() if json.loads(line)["step"] <= step]
+            rows = []
+            for line in self.metrics.read_text().splitlines():
+                with suppress(ValueError):  # half a line, of a run that was killed while it wrote
+                    rows += [line] if json.loads(line)["step"] <= step else []
             write_text(self.metrics, "".join(f"{row}\n" for row in rows))
 
     def write_status(self, state: str, **details: Any) -> None:

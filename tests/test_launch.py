@@ -103,6 +103,8 @@ def test_an_interrupted_run_offers_only_a_checkpoint_there_is(folder):
 def test_rewinding_forgets_later_steps_and_earlier_failures(folder):
     for step in (1, 2, 3):
         folder.append_metrics({"kind": "step", "step": step})
+    with folder.metrics.open("a") as file:
+        file.write('{"kind": "step", "st')  # killed while it wrote
     record(KeyError("old"), folder, rank=0)
     folder.rewind(2)
     assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [1, 2]

@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset
 
 from gdino_lab import postmortem, settings as settings_module
 from gdino_lab.data.loading import EpochSampler, loader
-from gdino_lab.errors import ConfigurationError
+from gdino_lab.errors import ConfigurationError, NotSaved
 from gdino_lab.machine.devices import Device, Holder
 from gdino_lab.machine.host import Host
 from gdino_lab.machine.readings import Readings
@@ -296,6 +297,32 @@ def test_cause_behind_a_wrapper_and_of_a_data_process(cpu):
         assert diagnose(error, NOTHING, cpu).kind == "out_of_memory"
     worker = ValueError("Caught ValueError in DataLoader worker process 0.\nTraceback ...\nValueError: nut")
     assert diagnose(worker, NOTHING, cpu).cause == "ValueError: nut"
+
+
+# --- a checkpoint that could not be written ---
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "cure"),
+    [
+        (errno.ENOSPC, "ENOSPC", "make room there, then go on with train.resume=/runs/1 train.keep=1"),
+        (errno.EROFS, "EROFS", "make the folder writable, then go on with train.resume=/runs/1; or in another one, with run_dir=DIR besides"),
+        (errno.EIO, "EIO", "see whether the disk is well, then go on with train.resume=/runs/1"),
+    ],
+)  # fmt: skip
+def test_checkpoint_that_could_not_be_written(number, name, cure, cpu):
+    error = NotSaved(f"/runs/1/checkpoints: [Errno {number}] /dev/shm", Path("/runs/1/checkpoints"), number)
+    error.__cause__ = OSError(number, "/dev/shm")
+    found = diagnose(error, Readings(shared=(64, 0)), cpu)
+    assert (found.kind, found.to_try) == ("disk", cure)
+    assert found.cause == f"a checkpoint could not be written: /runs/1/checkpoints: [Errno {number}] /dev/shm"
+    assert found.figures == {"folder": "/runs/1/checkpoints", "errno": name}
+
+
+def test_checkpoint_that_could_not_be_written_for_another_mistake(cpu):
+    error = NotSaved("/runs/1/checkpoints: no such dtype", Path("/runs/1/checkpoints"))
+    error.__cause__ = KeyError("no such dtype")
+    assert diagnose(error, NOTHING, cpu).cause == "KeyError: 'no such dtype'"
 
 
 # --- a loss that is not finite ---
