@@ -79,3 +79,18 @@ def test_pure_code_has_no_effects(pure: str):
             if isinstance(node, (ast.Import, ast.ImportFrom))
         }
         assert not modules & banned, path
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_is_unpickled_that_could_run_code(path: Path):
+    """torch.load with weights_only=True at most; numpy's pickles neither."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+            assert not modules & {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+        if isinstance(node, ast.Call):
+            given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
+            assert given.get("weights_only", True) is True and not given.get("allow_pickle")
+            assert not given.get("trust_remote_code")
+            if ast.unparse(node.func) == "torch.load":
+                assert "weights_only" in given

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForZeroShotObjectDetection, AutoProcessor
 
 from gdino_lab.models import export
 from gdino_lab.models.anomaly_detector import AnomalyDetector
 from gdino_lab.models.box_detector import BoxDetector
-from gdino_lab.models.export import HEADS, Knowledge, load_heads, load_knowledge, save_model
+from gdino_lab.models.export import ADAPTER, HEADS, Knowledge, load_heads, load_knowledge, save_adapter, save_model
+from gdino_lab.models.export import KNOWLEDGE as KNOWLEDGE_FILE
 from gdino_lab.models.grounding_dino import build
 from gdino_lab.models.tuning import Frozen, Full, Lora
 
@@ -148,3 +150,32 @@ def test_a_failure_leaves_the_older_folder_or_none(tmp_path, monkeypatch, full, 
         save_model(folder, module, weights_of(module), Full(), processor, KNOWLEDGE)
     assert folder.exists() == older and contents(folder) == before
     assert [path.name for path in tmp_path.iterdir()] == (["model"] if older else [])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks transformers
+@pytest.mark.parametrize("architecture", ["grounding_dino", "mm_grounding_dino"])
+def test_peft_finds_every_adapter_and_merges_as_we_do(tmp_path, architecture):
+    tuning = TUNINGS["lora"]
+    torch.manual_seed(0)
+    base, _ = build(architecture, config=NANO)
+    module, processor = module_of(tuning, architecture)
+    weights = weights_of(module)
+    save_adapter(tmp_path / "adapter", weights, tuning, "someone/base", processor, KNOWLEDGE)
+    stored = load_file(tmp_path / "adapter" / ADAPTER)
+    assert len(stored) == sum(".lora_" in name for name in weights)
+    base.get_input_embeddings = base.model.text_backbone.get_input_embeddings
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert adapted.peft_config["default"].base_model_name_or_path == "someone/base"
+    given = {name.replace(".default.", "."): each for name, each in adapted.state_dict().items() if ".lora_" in name}
+    assert given.keys() == stored.keys() and all(torch.equal(given[name], each) for name, each in stored.items())
+    merged = adapted.merge_and_unload().state_dict()
+    ours = tuning.plain({k.removeprefix("detector."): v for k, v in weights.items() if k.startswith("detector.")})
+    assert merged.keys() == ours.keys() and all(torch.equal(merged[name], each) for name, each in ours.items())
+    assert load_knowledge(tmp_path / "adapter").facts == KNOWLEDGE.facts and (tmp_path / "adapter" / HEADS).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_without_knowledge_there_is_no_file_of_it(tmp_path, full):
+    module, processor = full
+    save_model(tmp_path / "model", module, weights_of(module), Full(), processor, None)
+    assert not (tmp_path / "model" / KNOWLEDGE_FILE).exists()

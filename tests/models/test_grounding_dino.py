@@ -1,12 +1,15 @@
 """Building the detector: random or from a folder, and every argument that cannot work refused with its cure."""
 
 import json
+import os
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoProcessor
 
 from gdino_lab.data.images import MEAN, STD
@@ -182,3 +185,79 @@ def test_a_folder_of_another_architecture_is_refused(folders, architecture):
     assert json.loads((folders[other] / "config.json").read_text())["model_type"] == other.replace("_", "-")
     with pytest.raises(ConfigurationError, match=r"architecture"):
         build(architecture, pretrained=str(folders[other]))
+
+
+# --- folders of others ----------------------------------------------------------------------------------------------
+
+
+class Hostile:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.fixture
+def published(folders, tmp_path) -> Path:
+    """A folder to change, without its safetensors."""
+    shutil.copytree(folders["grounding_dino"], tmp_path / "published", ignore=shutil.ignore_patterns("*.safetensors"))
+    return tmp_path / "published"
+
+
+def test_a_pickle_of_tensors_is_loaded(folders, published):
+    torch.save(load_file(folders["grounding_dino"] / "model.safetensors"), published / "pytorch_model.bin")
+    found, expected = (build("grounding_dino", str(folder))[0].state_dict() for folder in (published, folders["grounding_dino"]))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+@pytest.mark.parametrize("form", ["archive", "legacy", "bare", "shard", "adapter"])
+def test_any_other_pickle_is_refused_and_does_nothing(folders, published, tmp_path, form):
+    hostile = Hostile(tmp_path / "ran")
+    weights = load_file(folders["grounding_dino"] / "model.safetensors")
+    path = published / "pytorch_model.bin"
+    if form == "bare":
+        path.write_bytes(pickle.dumps(hostile))
+    elif form == "shard":
+        torch.save({"x": hostile}, published / "part-1.bin")
+        (published / "pytorch_model.bin.index.json").write_text('{"metadata": {}, "weight_map": {"x": "part-1.bin"}}')
+    elif form == "adapter":
+        torch.save(weights, path)
+        torch.save({"x": hostile}, published / "adapter_model.bin")
+    else:
+        torch.save(weights | {"x": hostile}, path, _use_new_zipfile_serialization=form == "archive")
+    with pytest.raises(ConfigurationError, match="is no file of weights.*which is never done") as caught:
+        build("grounding_dino", str(published))
+    assert len(caught.value.complaints) == 1 and "weights_only" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "processor_config.json", "tokenizer_config.json"])
+def test_code_in_a_folder_is_never_run(folders, published, tmp_path, file):
+    """Neither where transformers itself has the class nor where only the folder would have it."""
+    shutil.copy(folders["grounding_dino"] / "model.safetensors", published)
+    (published / "own.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass Own: pass\n")
+    classes = ["AutoConfig", "AutoModel", "AutoModelForZeroShotObjectDetection", "AutoProcessor", "AutoImageProcessor"]
+    content = json.loads((published / file).read_text())
+    content["auto_map"] = {name: "own.Own" for name in classes} | {"AutoTokenizer": ["own.Own", "own.Own"]}
+    if file == "processor_config.json":
+        content["processor_class"] = "Own"
+    (published / file).write_text(json.dumps(content))
+    try:
+        build("grounding_dino", str(published))
+    except ConfigurationError as error:
+        assert file == "processor_config.json" and "cannot be loaded" in str(error)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_kernel_from_elsewhere_is_refused(folders, published, nested):
+    """transformers would fetch it and import it."""
+    shutil.copy(folders["grounding_dino"] / "model.safetensors", published)
+    config = json.loads((published / "config.json").read_text())
+    (config["text_config"] if nested else config)["_attn_implementation"] = "someone/kernel"
+    (published / "config.json").write_text(json.dumps(config))
+    (complaint,) = check("grounding_dino", str(published))
+    assert "_attn_implementation=someone/kernel" in complaint and "never run" in complaint
