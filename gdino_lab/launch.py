@@ -280,11 +280,7 @@ def write_config(settings: Settings, folder: RunFolder) -> None:
     """The resolved configuration, as a Hydra file that gives the same run again."""
     values = settings_module.as_dict(settings) | {"run_dir": None, "out": None, "run": None}
     values["train"] |= {"resume": "none", "resume_allow": []}
-    header = {
-        "defaults": ["settings", "_self_", {"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}],
-        "hydra": {"run": {"dir": "."}, "output_subdir": None, "job": {"name": "gdino-lab", "chdir": False}},
-    }
-    text = yaml.safe_dump(header | values, sort_keys=False)
+    text = yaml.safe_dump(settings_module.RUN_HEADER | values, sort_keys=False)
     folder.config.write_text(f"# The same run again: gdino-lab train --config-path {folder.path}\n{text}")
 
 

@@ -185,6 +185,12 @@ class Settings:
 
 ConfigStore.instance().store(name="settings", node=Settings)
 
+# What a run's config.yaml says to Hydra itself.
+RUN_HEADER = {
+    "defaults": ["settings", "_self_", {"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}],
+    "hydra": {"run": {"dir": "."}, "output_subdir": None, "job": {"name": "gdino-lab", "chdir": False}},
+}
+
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
 TARGET_NODES = ("task", "data", "model", "tuning", "optimizer", "tracker")
 

@@ -6,7 +6,10 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from gdino_lab.errors import ConfigurationError, nearest
 
@@ -62,7 +65,8 @@ def run(command: str, arguments: list[str]) -> int:
 
     body = importlib.import_module(f"gdino_lab.commands.{command}")
     folder = conf_folder()
-    if command in OF_A_RUN and not set(arguments) & {"--help", "-h"}:
+    of_a_run = command in OF_A_RUN and not set(arguments) & {"--help", "-h"}
+    if of_a_run:
         folder = next((Path(word[4:].strip("'")).resolve() for word in arguments if word.startswith("run=")), None)
         if folder is None or not (folder / "config.yaml").is_file():
             missing = "run is missing" if folder is None else f"run={folder}: holds no config.yaml, so it is no run"
@@ -80,17 +84,37 @@ def run(command: str, arguments: list[str]) -> int:
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come as exceptions, and are told here
     sys.argv = ["gdino-lab", *arguments]
-    entry = hydra.main(config_path=str(folder), config_name="config", version_base="1.3")
     try:
-        entry(call)()
+        with own_header(folder) if of_a_run else nullcontext(folder) as composed:
+            hydra.main(config_path=str(composed), config_name="config", version_base="1.3")(call)()
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         refuse([plain(error)])
+        return REFUSED
+    except ConfigurationError as error:
+        refuse(error.complaints)
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as exit:
         return exit.code if isinstance(exit.code, int) else FAILED
     return max(codes, default=0)
+
+
+@contextmanager
+def own_header(run: Path) -> Iterator[Path]:
+    """A folder with the run's config.yaml alone and what every run says to Hydra: logging, callbacks and further files that
+    somebody else's run names could be any code."""
+    from omegaconf import OmegaConf
+
+    from gdino_lab.settings import RUN_HEADER
+
+    found = OmegaConf.load(run / "config.yaml")
+    if not OmegaConf.is_dict(found):
+        raise ConfigurationError(f"run={run}: its config.yaml holds no settings, so it is no run")
+    values = {key: value for key, value in found.items() if key not in RUN_HEADER}
+    with TemporaryDirectory() as folder:
+        OmegaConf.save(OmegaConf.create(RUN_HEADER | values), Path(folder) / "config.yaml")
+        yield Path(folder)
 
 
 def overrides_last(words: list[str]) -> list[str]:

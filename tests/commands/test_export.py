@@ -319,3 +319,26 @@ def test_a_model_folder_with_a_hostile_pickle_is_refused_before_anything_starts(
     code, out, err = call("train", *TINY, "model.pretrained=published")
     assert code == 2 and "pytorch_model.bin is no file of weights" in err and "Traceback" not in out + err
     assert {path.name for path in tmp_path.iterdir()} == {"published"}
+
+
+@pytest.mark.parametrize("content", ["- 1", "a: [", "\x00"], ids=["list", "broken", "binary"])
+def test_what_is_no_configuration_is_refused(call, tmp_path: Path, content: str):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(content)
+    code, out, err = call("export", "run=run")
+    assert code == 2 and "Traceback" not in out + err
+
+
+def test_a_runs_configuration_is_settings_and_nothing_else(lora: Path, call, tmp_path: Path):
+    """Hydra itself would let it name any function, among its logging, and further files."""
+    run, ran = tmp_path / "run", tmp_path / "ran"
+    shutil.copytree(lora, run, symlinks=True, ignore=shutil.ignore_patterns("export"))
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["defaults"] = ["settings", "_self_", "more"]
+    logging = {"version": 1, "formatters": {"x": {"()": "os.mkdir", "path": str(ran)}}}
+    config["hydra"]["job_logging"] = logging
+    (run / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (run / "more.yaml").write_text("# @package _global_\n" + yaml.safe_dump({"hydra": {"hydra_logging": logging}}))
+    code, _, err = call("export", f"run={run}", "out=exported")
+    assert code == 0, err
+    assert not ran.exists()
