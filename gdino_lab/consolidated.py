@@ -102,5 +102,5 @@ def knowledge_of(folder: RunFolder) -> Knowledge | None:
         return None
     try:
         return load_knowledge(folder.model)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
         raise ConfigurationError(f"{folder.model / KNOWLEDGE}: cannot be read ({error})") from None

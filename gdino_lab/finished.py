@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
@@ -52,7 +53,7 @@ def load(settings: Settings) -> Finished:
     """The best model of the run in `settings.run`, on the device it was trained on or, without one, on the CPU.
 
     Raises:
-        ConfigurationError: the folder holds no finished model.
+        ConfigurationError: the folder holds no finished model, or a damaged one.
     """
     folder = RunFolder(Path(settings.run).resolve())
     if not (folder.model / "config.json").is_file():
@@ -65,9 +66,14 @@ def load(settings: Settings) -> Finished:
     detector, processor = grounding_dino.build(settings.model["architecture"], str(folder.model))
     task = instantiate(settings.task, seed=settings.train.seed)
     module = task.attach(detector)
-    load_heads(folder.model, module)
+    try:
+        load_heads(folder.model, module)
+        knowledge = load_knowledge(folder.model)
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigurationError(f"run={settings.run}: heads or knowledge in its model/ cannot be read ({why})") from None
     module = module.to(device=device, dtype=DTYPES[settings.precision.weights]).eval()
-    return Finished(settings, folder, task, module, processor, load_knowledge(folder.model), device)
+    return Finished(settings, folder, task, module, processor, knowledge, device)
 
 
 def bind(run: Finished) -> None:

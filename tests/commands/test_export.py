@@ -312,6 +312,15 @@ def test_a_pickle_in_a_checkpoint_is_never_run(lora: Path, call, tmp_path: Path,
     assert not ran.exists()
 
 
+def test_a_pickle_beside_a_runs_model_is_refused(lora: Path, call, tmp_path: Path):
+    shutil.copytree(lora, tmp_path / "run", symlinks=True, ignore=shutil.ignore_patterns("export"))
+    pickled(tmp_path / "run" / "model" / "task.safetensors", tmp_path / "ran")
+    for command in ("export", "eval"):
+        code, out, err = call(command, "run=run", "out=exported")
+        assert code == 2 and "cannot be read" in err and "Traceback" not in out + err
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
 @pytest.mark.parametrize("put", [pickled, archived])
 def test_a_model_folder_with_a_hostile_pickle_is_refused_before_anything_starts(base: Path, call, tmp_path: Path, put):
     shutil.copytree(base, tmp_path / "published", ignore=shutil.ignore_patterns("*.safetensors"))
