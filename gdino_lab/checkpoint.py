@@ -349,9 +349,9 @@ def written(folder: Path) -> list[Path]:
     found = []
     for path in folder.glob("step_*"):
         try:
-            found.append((read_json(path / MANIFEST)["time"], path))
+            found.append((int(read_json(path / MANIFEST)["time"]), path))
         except (OSError, ValueError, KeyError, TypeError):
-            found.append((0, path))  # damaged: `verify` will say how
+            found.append((path.stat().st_mtime_ns, path))  # damaged: `verify` will say how
     return [path for _, path in sorted(found, reverse=True)]
 
 

@@ -35,7 +35,7 @@ from gdino_lab.models import grounding_dino
 from gdino_lab.models.anomaly_detector import level_sizes
 from gdino_lab.models.tuning import Tuning
 from gdino_lab.plan import Plan, make_plan
-from gdino_lab.run_folder import LOST_PEER, RunFolder, new_run_folder, write_json
+from gdino_lab.run_folder import LOST_PEER, RunFolder, new_run_folder, write_json, write_text
 from gdino_lab.settings import Settings, instantiate
 from gdino_lab.tasks.protocol import Task
 from gdino_lab.watch import Heart, Watch
@@ -281,7 +281,7 @@ def write_config(settings: Settings, folder: RunFolder) -> None:
     values = settings_module.as_dict(settings) | {"run_dir": None, "out": None, "run": None}
     values["train"] |= {"resume": "none", "resume_allow": []}
     text = yaml.safe_dump(settings_module.RUN_HEADER | values, sort_keys=False)
-    folder.config.write_text(f"# The same run again: gdino-lab train --config-path {folder.path}\n{text}")
+    write_text(folder.config, f"# The same run again: gdino-lab train --config-path {folder.path}\n{text}")
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------
@@ -537,7 +537,7 @@ def record_failure(error: BaseException, folder: RunFolder, rank: int, settings:
     readings = read_all(oom_kills, on_device=settings["hardware"]["device"] == "cuda")
     found = postmortem.diagnose(error, readings, settings)
     log.error("rank %d failed: %s", rank, found.cause)
-    told = found.kind == postmortem.REFUSED
+    told = found.kind in (postmortem.REFUSED, postmortem.DISK)
     write_failure(folder, rank, found, None if told else "".join(traceback.format_exception(error)))
     if found.kind == LOST_PEER:
         time.sleep(2)  # the rank that was lost is to be noticed first
