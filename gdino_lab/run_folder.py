@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -89,17 +90,31 @@ class RunFolder:
 
 
 def new_run_folder(run_dir: str | None, task: str, data: str) -> RunFolder:
-    """Make the folder of a run: `run_dir`, or outputs/runs/<date>/<time>_<task>_<data>."""
-    if run_dir is not None:
-        path = Path(run_dir)
-        path.mkdir(parents=True, exist_ok=True)
-    else:
-        now = time.localtime()
-        parent = Path("outputs/runs") / time.strftime("%Y-%m-%d", now)
-        parent.mkdir(parents=True, exist_ok=True)
-        path = _first_free(parent, f"{time.strftime('%H-%M-%S', now)}_{task}_{data}")
-    (path / "ranks").mkdir(exist_ok=True)
-    return RunFolder(path.resolve())
+    """Make the folder of a run: `run_dir`, or outputs/runs/<date>/<time>_<task>_<data>.
+
+    Raises:
+        ConfigurationError: it, or its checkpoints/, cannot be written; better said now than after the first epoch.
+    """
+    place = Path(run_dir or "outputs/runs")
+    try:
+        if run_dir is not None:
+            path = Path(run_dir)
+            path.mkdir(parents=True, exist_ok=True)
+        else:
+            now = time.localtime()
+            parent = Path("outputs/runs") / time.strftime("%Y-%m-%d", now)
+            parent.mkdir(parents=True, exist_ok=True)
+            path = _first_free(parent, f"{time.strftime('%H-%M-%S', now)}_{task}_{data}")
+        folder = RunFolder(path.resolve())
+        for place in (folder.path / "ranks", folder.checkpoints):
+            place.mkdir(exist_ok=True)
+            with tempfile.TemporaryFile(dir=place):
+                pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"run_dir={run_dir or 'null'}: {place} cannot be written ({error.strerror}); name another, or make it writable"
+        ) from None
+    return folder
 
 
 def new_output_folder(asked: str | None, kind: str) -> Path:

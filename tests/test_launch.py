@@ -112,6 +112,12 @@ def test_rewinding_forgets_later_steps_and_earlier_failures(folder):
     assert folder.failures() == []
 
 
+def test_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=r"run_dir=.*/file/run: .* cannot be written \(Not a directory\)"):
+        new_run_folder(str(tmp_path / "file" / "run"), "a", "b")
+
+
 def test_two_runs_of_one_second_get_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert new_run_folder(None, "a", "b").path != new_run_folder(None, "a", "b").path

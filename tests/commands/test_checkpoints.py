@@ -185,6 +185,25 @@ shutil.disk_usage = lambda folder: honest(folder)._replace(free=10**12)  # someb
 SMALL_DISK = "mkdir -p run/checkpoints && mount -t tmpfs -o size=30m tmpfs run/checkpoints"
 BACK = "cp -a run/checkpoints kept && umount run/checkpoints && rm -r run/checkpoints && mv kept run/checkpoints"
 READ_ONLY = "mount --bind run/checkpoints run/checkpoints && mount -o remount,ro,bind run/checkpoints"
+READ_ONLY_LATER = f"""
+import os
+import gdino_lab.checkpoint as checkpoint
+honest = checkpoint.Writer.save
+def save(*rest):
+    os.system("{READ_ONLY}")
+    honest(*rest)
+checkpoint.Writer.save = save
+"""
+CANNOT_WRITE = """
+import errno, os
+import gdino_lab.checkpoint as checkpoint
+honest = checkpoint.write_tensors
+def fails(path, tensors):
+    if path.name == "state_1.safetensors" and "00000003" in path.parent.name:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+    return honest(path, tensors)
+checkpoint.write_tensors = fails
+"""
 
 
 @pytest.mark.parametrize(
@@ -209,22 +228,47 @@ def test_full_disk(deed: str, said: str, may_mount: bool, train: Train, tmp_path
     assert_all_whole(run)
 
 
-def test_folder_that_may_not_be_written(finished: Path, may_mount: bool, train: Train, tmp_path: Path):
+def test_folder_that_may_not_be_written_is_refused_before_anything_starts(
+    finished: Path, may_mount: bool, train: Train, tmp_path: Path
+):
+    if not may_mount:
+        pytest.skip("nothing can be mounted here")
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    ended = train(tmp_path, f"train.resume={run}", "train.max_steps=8", before=READ_ONLY, after="umount run/checkpoints")
+    assert ended.codes == [2], ended.text
+    assert f"{run / 'checkpoints'} cannot be written (Read-only file system)" in ended.text
+    assert "Traceback" not in ended.text and read_json(run / "status.json") == {"state": "completed"}
+
+
+def test_folder_that_becomes_read_only(finished: Path, may_mount: bool, train: Train, tmp_path: Path):
     if not may_mount:
         pytest.skip("nothing can be mounted here")
     run = tmp_path / "run"
     shutil.copytree(finished, run, symlinks=True)
     longer = ["train.resume=run", "train.save_every=1", "train.max_steps=8"]
-    ended = train(tmp_path, *longer, "train.resume_check=off", before=READ_ONLY, after="umount run/checkpoints")
+    off = ["train.resume_check=off"]  # the score is one that was made up
+    ended = train(tmp_path, *longer, *off, deed=READ_ONLY_LATER, after="umount run/checkpoints")
     assert ended.codes == [1], ended.text
     cure = f"make the folder writable, then go on with train.resume={run}; or in another one, with run_dir=DIR besides"
     assert_told(ended, run, "Read-only file system", "EROFS", cure)
     assert names(run) == names(finished)
     assert_all_whole(run)
-    train(tmp_path, *longer, "train.resume_check=off", "run_dir=elsewhere").done()
+    train(tmp_path, *longer, *off, "run_dir=elsewhere").done()
     assert read_json(tmp_path / "elsewhere" / "status.json") == {"state": "completed"}
     assert target(tmp_path / "elsewhere", "last") == "step_00000008"
     assert target(tmp_path / "elsewhere", "best") == "step_00000004"
+
+
+def test_what_one_rank_cannot_write_ends_both_at_once(train: Train, tmp_path: Path):
+    run = tmp_path / "run"
+    ended = train(tmp_path, *SAVING, "run_dir=run", ranks=2, deed=CANNOT_WRITE)
+    assert ended.codes == [1, 1], ended.text
+    status = read_json(run / "status.json")
+    assert (status["kind"], status["figures"]["errno"]) == ("disk", "EIO")
+    assert "Input/output error" in status["cause"] and "another rank" not in ended.text
+    assert {"step_00000001", "step_00000002"} < names(run) and ".step_00000003.partial" not in names(run)
+    assert_all_whole(run)
 
 
 def assert_told(ended: Ended, run: Path, said: str, number: str, cure: str) -> None:
