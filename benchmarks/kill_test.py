@@ -67,7 +67,7 @@ class Kill:
     whole: bool
     """Launcher and ranks; otherwise a single rank."""
     half_written: bool
-    """Whether a checkpoint that was not finished lay there."""
+    """Whether it met a checkpoint being written."""
     lost: int | None
     """Steps that metrics.jsonl knows beyond the newest whole checkpoint; None before the first one."""
     resumed: bool = False
@@ -116,6 +116,7 @@ class Series:
     def one_try(self, run: Path) -> bool:
         """Start or go on with the run, kill it, look at what is left; False once it is complete."""
         expected = newest_whole(run / "checkpoints")[0] if run.exists() else None
+        resumed_at = expected.step if expected else 0  # read now: later steps prune it
         begun = time.monotonic()
         launched = self.launch(run)
         if len(self.kills) >= self.wanted:
@@ -124,7 +125,7 @@ class Series:
             self.must_be_done(code, said)
             return False
         moment = self.dice.choices(list(SHARE), list(SHARE.values()))[0] if expected else SAVE
-        waited = self.wait_for(moment, launched, run, begun, expected.step if expected else 0)
+        waited = self.wait_for(moment, launched, run, begun, resumed_at)
         if not waited:
             code, said = launched.ended(PATIENCE)
             self.check_resumption(said, expected)
@@ -192,7 +193,8 @@ class Series:
         if before and (start is None or start.step < before):
             faults.append(f"step {before} was written before the kill; found {start and start.step}, {said}")
         lost = None if start is None else max(0, last_step(run) - start.step)
-        kill = Kill(self.ranks, moment, whole, any(folder.glob(".step_*.partial")), lost, faults=faults)
+        half = moment != START and any(folder.glob(".step_*.partial"))  # of an earlier try otherwise
+        kill = Kill(self.ranks, moment, whole, half, lost, faults=faults)
         self.kills.append(kill)
         if start is not None:
             self.waiting.append(kill)
@@ -336,7 +338,7 @@ def report(all_series: list[Series], seed: int, minutes: float) -> str:
         "",
         "| found afterwards | |",
         "|---|---|",
-        f"| a checkpoint half written (a `.partial` folder, removed by the next save) | {sum(k.half_written for k in kills)} |",
+        f"| a checkpoint half written: a `.partial` folder, which the next save removes | {sum(k.half_written for k in kills)} |",
         f"| torn checkpoints under a final name, or `last` or `best` not a whole one | {torn} |",
         f"| resumed from the newest whole one, and said so | {sum(k.resumed for k in resumable)} of {len(resumable)} |",
         f"| before the first checkpoint was written: begun again | {len(kills) - len(resumable)} |",
@@ -349,7 +351,7 @@ def report(all_series: list[Series], seed: int, minutes: float) -> str:
         f"{sum(s.completed for s in all_series)} |",
         f"| other faults | {len(faults) - torn} |",
         "",
-        "Two steps may be lost: the one whose checkpoint was being written, and the one trained meanwhile.",
+        "Two steps can be lost at most: the one whose checkpoint is being written, and the one trained meanwhile.",
         "",
         *(f"- {fault.splitlines()[0]}" for fault in faults),
     ]
@@ -376,7 +378,10 @@ def main() -> None:
             all_series = list(pool.map(Series.run, series))
     finally:
         shutil.rmtree(place)
-    left = set(Path("/dev/shm").glob("*")) - shared
+        left = set(Path("/dev/shm").glob("*")) - shared
+        for path in left:  # joblib makes some when it is imported, and nobody is left to remove them
+            if path.name.startswith("sem.loky-") and not psutil.pid_exists(int(path.name.split("-")[1])):
+                path.unlink()
     all_series[0].faults += [f"left in /dev/shm: {path}" for path in left if path.name.startswith(("deepspeed_", "torch_"))]
     text = report(all_series, seed, (time.monotonic() - begun) / 60)
     asked.out.write_text(text)
