@@ -38,6 +38,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from gdino_lab.errors import NotSaved
+import gdino_lab
 from gdino_lab.models.average import WeightAverage
 from gdino_lab.pieces import AVERAGE, WEIGHT, Piece, counters, pieces, put_back, restore_counters
 from gdino_lab.run_folder import read_json, write_json
@@ -46,7 +47,7 @@ FORMAT = 1
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 LAST, BEST = "last", "best"
 RANDOM = "random"
-PACKAGES = ("gdino-lab", "torch", "transformers", "deepspeed", "accelerate", "numpy", "peft")
+PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "numpy", "peft")
 CHUNK = 2**24  # bytes written and hashed at once
 # A rank that has written its share waits this many seconds for the others'.
 PATIENCE = 1800
@@ -216,7 +217,7 @@ def copied_to_host(found: list[Piece], device: torch.device) -> dict[str, Tensor
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+    return {"gdino-lab": gdino_lab.__version__, "python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
 def write_share(partial: Path, rank: int, tensors: dict[str, Tensor], trainer_state: dict[str, Any] | None) -> None:

@@ -48,6 +48,10 @@ def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, schedule_n
         dist_init_required=False,
     )
     engine.scalars = scalars
+    scaler = _partitioned_autocast_scaler(engine)
+    if scaler is not None and engine.zero_use_cpu_optimizer():
+        # With gradients on the CPU torch would copy a GPU's scale there without waiting for it, and unscale by what it finds.
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
     return engine
 
 
@@ -81,8 +85,10 @@ def discard(engine: Any) -> None:
 def backward_and_step(engine: Any, loss: Tensor) -> None:
     """Backward of one micro-batch and, at the end of an accumulation, the optimizer's step."""
     engine.backward(loss)
-    scaler = _partitioned_autocast_scaler(engine)
-    if scaler is None or not engine.is_gradient_accumulation_boundary():
+    scaler, boundary = _partitioned_autocast_scaler(engine), engine.is_gradient_accumulation_boundary()
+    if boundary and engine.device.type == "cuda" and engine.zero_use_cpu_optimizer():
+        torch.cuda.synchronize(engine.device)  # gradients are copied to the host without waiting, and read there next
+    if scaler is None or not boundary:
         engine.step()
         return
     # DeepSpeed clips the *scaled* gradients of fp16 autocast and never lowers the scale after an overflow.
@@ -106,7 +112,8 @@ def set_autocast_scale(engine: Any, scale: float) -> None:
     """Start fp16 autocast from this loss scale, where there is one."""
     scaler = autocast_scaler(engine)
     if scaler is not None:
-        scaler._lazy_init_scale_growth_tracker(engine.device)  # update() wants a scale to be there
+        if scaler._scale is None:
+            scaler._lazy_init_scale_growth_tracker(engine.device)  # update() wants a scale to be there
         scaler.update(scale)
 
 

@@ -1,6 +1,9 @@
 """A rank, or one of two, of test_checkpoint.py: each case is trained, stored on the way, and gone on from in another engine.
 
-    python tests/resumed.py OUT CASES      under torch.distributed.run, or alone; CASES: a JSON list of [words, words after]
+    python tests/resumed.py OUT CASES [DEVICE]     under torch.distributed.run, or alone
+
+CASES: a JSON list of {words, words_after, folder}: overrides, those of the engine that goes on, and where the checkpoint lies. With
+words null only the second half is done, with words_after null only the first.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -59,48 +61,63 @@ def state_of(run: trainer.Run) -> dict[str, str]:
     """A digest of every piece that this rank stores, and of its random generators."""
     found = {f"{each.kind}:{each.name}:{each.start}": each.values for each in pieces(run.engine, run.average) if each.mine}
     found |= {name: values for name, values in checkpoint.random_state().items()}
-    return {name: hashlib.sha256(values.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for name, values in found.items()}
+    return {name: digest(values) for name, values in found.items()}
 
 
-def case(words: list[str], words_after: list[str]) -> dict:
-    scratch = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(scratch, src=0)
-    folder = RunFolder(Path(scratch[0]))
-    first = built(words, folder)
-    before = taken(first, 0, BEFORE)
-    trainer.save(first, trainer.Progressed(step=BEFORE), evaluation=None)
-    stored = state_of(first)
-    went_on = taken(first, BEFORE, AFTER)  # while the checkpoint is being written
-    first.writer.wait()
-    ended = state_of(first)
-    engine.discard(first.engine)
-    del first
-    gc.collect()
+def digest(values: torch.Tensor) -> str:
+    return hashlib.sha256(values.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
-    (path,) = checkpoint.written(folder.checkpoints)
+
+def case(words: list[str] | None, words_after: list[str] | None, folder: str) -> dict:
+    run_folder = RunFolder(Path(folder))
+    result = {} if words is None else trained(words, run_folder)
+    if words_after is None:
+        return result
+    (path,) = checkpoint.written(run_folder.checkpoints)
     checkpoint.verify(path)
-    second = built([*words, *words_after], folder)
-    trainer.go_on(second, path)
-    restored = state_of(second)
-    resumed = taken(second, BEFORE, AFTER)
-    ended_too = state_of(second)
-    result = {
-        "before": before,
-        "went_on": went_on,
-        "resumed": resumed,
-        "restored": sorted(name for name in stored if stored[name] != restored.get(name)),
-        "ended": sorted(name for name in ended if ended[name] != ended_too.get(name)),
-        "kinds": sorted({name.split(":")[0] for name in stored}),
-        "counted": [second.engine.global_steps, second.engine.micro_steps],
-    }
-    engine.discard(second.engine)
+    second = gone_on([*(words or []), *words_after], run_folder, path)
+    result |= {"resumed": second["losses"], "counted": second["counted"]}
+    for state in ("stored", "ended"):
+        result[state] = differing(result[state], second[state]) if state in result else None
+    if torch.cuda.is_available():  # how far a machine that adds in another order each time is from itself
+        result["again"] = gone_on([*(words or []), *words_after], run_folder, path)["losses"]
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(folder.path)
+        shutil.rmtree(run_folder.path)
     return result
 
 
-def main(out: Path, cases: list) -> None:
+def trained(words: list[str], folder: RunFolder) -> dict:
+    run = built(words, folder)
+    before = taken(run, 0, BEFORE)
+    trainer.save(run, trainer.Progressed(step=BEFORE), evaluation=None)
+    stored = state_of(run)
+    went_on = taken(run, BEFORE, AFTER)  # while the checkpoint is being written
+    run.writer.wait()
+    ended = state_of(run)
+    engine.discard(run.engine)
+    del run
+    gc.collect()
+    kinds = sorted({name.split(":")[0] for name in stored})
+    return {"before": before, "went_on": went_on, "stored": stored, "ended": ended, "kinds": kinds}
+
+
+def gone_on(words: list[str], folder: RunFolder, path: Path) -> dict:
+    run = built(words, folder)
+    trainer.go_on(run, path)
+    found = {"stored": state_of(run), "losses": taken(run, BEFORE, AFTER), "ended": state_of(run)}
+    found["counted"] = [run.engine.global_steps, run.engine.micro_steps]
+    engine.discard(run.engine)
+    del run
+    gc.collect()
+    return found
+
+
+def differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return sorted(name for name in one if one[name] != other.get(name))
+
+
+def main(out: Path, cases: list, device: str = "cpu") -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if "RANK" not in os.environ:
@@ -108,8 +125,8 @@ def main(out: Path, cases: list) -> None:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    engine.start_distributed("cpu")
-    found = [case(*each) for each in cases]
+    engine.start_distributed(device)
+    found = [case(**each) for each in cases]
     shares = [None] * dist.get_world_size()
     dist.all_gather_object(shares, found)
     if dist.get_rank() == 0:
@@ -118,4 +135,4 @@ def main(out: Path, cases: list) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), *sys.argv[3:])

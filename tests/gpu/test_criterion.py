@@ -24,7 +24,7 @@ def test_a_step_crosses_to_the_host_once():
         sum(detection_losses(logits, boxes, text_mask, targets, 34.0, Weights()).values()).backward()
 
     step()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiled:
         step()
     copies = [event for event in profiled.events() if "Memcpy DtoH" in event.name]
     assert len(copies) == 1
