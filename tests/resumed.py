@@ -8,7 +8,6 @@ words null only the second half is done, with words_after null only the first.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -96,8 +95,6 @@ def trained(words: list[str], folder: RunFolder) -> dict:
     run.writer.wait()
     ended = state_of(run)
     engine.discard(run.engine)
-    del run
-    gc.collect()
     kinds = sorted({name.split(":")[0] for name in stored})
     return {"before": before, "went_on": went_on, "stored": stored, "ended": ended, "kinds": kinds}
 
@@ -108,8 +105,6 @@ def gone_on(words: list[str], folder: RunFolder, path: Path) -> dict:
     found = {"stored": state_of(run), "losses": taken(run, BEFORE, AFTER), "ended": state_of(run)}
     found["counted"] = [run.engine.global_steps, run.engine.micro_steps]
     engine.discard(run.engine)
-    del run
-    gc.collect()
     return found
 
 
