@@ -20,7 +20,7 @@ from gdino_lab.errors import ConfigurationError
 from gdino_lab.models import grounding_dino
 from gdino_lab.models.export import DETECTOR_PREFIX, Knowledge, load_heads, load_knowledge
 from gdino_lab.run_folder import RunFolder
-from gdino_lab.scoring import DTYPES, records_of, to_device
+from gdino_lab.scoring import DTYPES, images_at_once, records_of, to_device
 from gdino_lab.settings import Settings, instantiate
 from gdino_lab.tasks.protocol import Evaluation, Predictor, Task
 
@@ -102,7 +102,7 @@ def evaluate(run: Finished, split: str | None) -> Evaluation:
     batches = loader(
         dataset,
         EpochSampler(dataset, rank=0, world_size=1, seed=0, shuffle=False),
-        2 * train.micro_batch,
+        images_at_once(run.settings),
         train.workers,
         run.task.collate,
         run.device.type == "cuda",

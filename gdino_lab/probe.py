@@ -13,10 +13,10 @@ import torch
 from gdino_lab.engine import backward_and_step, discard, set_autocast_scale
 from gdino_lab.plan import Plan
 from gdino_lab.run_folder import RunFolder
-from gdino_lab.scoring import to_device
+from gdino_lab.scoring import images_at_once, to_device
 from gdino_lab.settings import Settings
 from gdino_lab.tasks.protocol import Batch, Worst
-from gdino_lab.trainer import EVALUATED_AT_ONCE, Run, build
+from gdino_lab.trainer import Run, build
 from gdino_lab.usage import Phases
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def take_worst_steps(settings: Settings, plan: Plan, folder: RunFolder) -> Worst
         backward_and_step(run.engine, 0 * sum(terms.values()))  # gradients of any size take as much; none overflows
         del batch, terms
     run.engine.eval()
-    images = EVALUATED_AT_ONCE * plan.micro_batch
+    images = images_at_once(settings)
     with run.averaged(), torch.no_grad():
         run.engine(**worst_batch(run, images, run.task.worst(images))["inputs"])
     discard(run.engine)

@@ -8,9 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdino_lab.settings import Settings
 from gdino_lab.tasks.protocol import Batch, Outputs, Task
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def images_at_once(settings: Settings) -> int:
+    """Images of an evaluation batch: without a backward there is room for two micro-batches, unless training keeps no
+    activations either."""
+    return settings.train.micro_batch * (1 if settings.activations.recompute else 2)
 
 
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:

@@ -35,15 +35,13 @@ from gdino_lab.plan import Plan
 from gdino_lab.progress import Progress, format_table
 from gdino_lab.proof import SCORE_ELSEWHERE, SCORE_SAME, Digest, differing_answers, differing_score, digest_of, tolerance_of
 from gdino_lab.run_folder import RunFolder, read_json, write_json
-from gdino_lab.scoring import DTYPES, records_of, to_device
+from gdino_lab.scoring import DTYPES, images_at_once, records_of, to_device
 from gdino_lab.settings import Settings, as_dict, instantiate
 from gdino_lab.tasks.protocol import Batch, Evaluation, Task
 from gdino_lab.usage import Phases, host_peak_bytes, peak_bytes_by_rank
 
 log = logging.getLogger(__name__)
 
-# Images of an evaluation batch for one of a micro-batch: without a backward there is room for twice as many at least.
-EVALUATED_AT_ONCE = 2
 # Under which a checkpoint keeps the losses since the last line of metrics.jsonl.
 METER = "meter"
 
@@ -504,8 +502,7 @@ def evaluation_loader(settings: Settings, plan: Plan, task: Task, device: torch.
     """Batches of this rank's share of the evaluation set, the same in every epoch."""
     dataset = task.evaluation_set()
     sampler = EpochSampler(dataset, dist.get_rank(), plan.world_size, seed=0, shuffle=False)
-    images = EVALUATED_AT_ONCE * plan.micro_batch
-    return loader(dataset, sampler, images, settings.train.workers, task.collate, device.type == "cuda")
+    return loader(dataset, sampler, images_at_once(settings), settings.train.workers, task.collate, device.type == "cuda")
 
 
 def evaluate(run: Run) -> Evaluation:
