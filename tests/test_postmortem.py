@@ -348,3 +348,11 @@ def test_a_loss_that_is_not_finite_says_where_it_began_and_what_helps():
     given = diagnose(not_finite(inputs=["pixel_values"], **found, weights_finite=True), NOTHING, full)
     assert "pixel_values" in given.cause and "(3, ...)" in given.to_try
     assert diagnose(NotFinite({}), NOTHING, full).kind == "lost_peer"
+
+
+def test_an_overflow_at_every_loss_scale_is_told_with_another_precision():
+    settings = settings_module.as_dict(composed("hardware=rtx3090_single", "precision=fp16"))
+    raised = Exception("Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.")  # DeepSpeed's
+    found = diagnose(raised, Readings(), settings)
+    assert (found.kind, found.to_try) == ("not_finite", "precision=bf16_autocast")
+    assert "fp16" in found.cause
