@@ -31,8 +31,8 @@ from pathlib import Path
 
 import psutil
 
-from gdino_lab import checkpoint
-from gdino_lab.checkpoint import Damaged
+from gdino_lab import checkpoint_folder
+from gdino_lab.checkpoint_folder import Damaged
 from gdino_lab.resume import Start, newest_whole
 
 HARDWARE = {1: "cpu", 2: "cpu_dual"}
@@ -107,7 +107,7 @@ class Series:
         return self
 
     def launch(self, run: Path) -> Launched:
-        resumed = checkpoint.written(run / "checkpoints") if run.exists() else []
+        resumed = checkpoint_folder.written(run / "checkpoints") if run.exists() else []
         if run.exists() and not resumed:
             shutil.rmtree(run)  # killed before its first checkpoint: nothing to go on from
         words = [f"train.resume={run}"] if resumed else [f"run_dir={run}"]
@@ -131,7 +131,7 @@ class Series:
             self.check_resumption(said, expected)
             self.must_be_done(code, said)
             return False
-        before = checkpoint.written(run / "checkpoints")[:1]
+        before = checkpoint_folder.written(run / "checkpoints")[:1]
         before_step = step_of(before[0]) if before else 0
         rank = launched.some_rank(self.dice) if self.dice.random() < ONE_RANK else None
         faults = launched.kill_rank(rank, moment) if rank is not None else launched.kill_all()
@@ -183,10 +183,10 @@ class Series:
         folder = run / "checkpoints"
         for path in folder.glob("step_*"):
             try:
-                checkpoint.verify(path)
+                checkpoint_folder.verify(path)
             except Damaged as damage:
                 faults.append(f"torn: {damage}")
-        for link in (checkpoint.LAST, checkpoint.BEST):
+        for link in (checkpoint_folder.LAST, checkpoint_folder.BEST):
             if (folder / link).is_symlink() and not (folder / link).is_dir():
                 faults.append(f"torn: {link} points nowhere")
         start, said = newest_whole(folder)

@@ -9,8 +9,8 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from gdino_lab import checkpoint, resume
-from gdino_lab.checkpoint import BEST, LAST
+from gdino_lab import checkpoint, checkpoint_folder, resume
+from gdino_lab.checkpoint_folder import BEST, LAST
 from gdino_lab.errors import ConfigurationError, nearest
 from gdino_lab.models import grounding_dino
 from gdino_lab.models.export import KNOWLEDGE, Knowledge, load_knowledge
@@ -73,7 +73,7 @@ def load(settings: Settings) -> Consolidated:
         checkpoint.load_weights(module, start.folder, settings.average)
     except KeyError as error:
         raise ConfigurationError(f"{where}: is not whole: {error.args[0]}") from None
-    with checkpoint.Stored(start.folder) as stored:
+    with checkpoint_folder.Stored(start.folder) as stored:
         averaged = settings.average and bool(stored.names(AVERAGE))
     processor = grounding_dino.build_processor(settings.model.get("pretrained") and model["pretrained"])
     return Consolidated(start.folder, module, tuning, processor, averaged, knowledge_of(folder))
@@ -90,7 +90,7 @@ def find(asked: str, folder: RunFolder) -> resume.Start:
         path = Path(asked)
     if not path.is_dir():
         there = [name for name in (BEST, LAST) if (folder.checkpoints / name).is_dir()]
-        there += [each.name for each in checkpoint.written(folder.checkpoints)]
+        there += [each.name for each in checkpoint_folder.written(folder.checkpoints)]
         allowed = f"this run has {', '.join(there)}.{nearest(asked, there)}" if there else "this run has none"
         raise ConfigurationError(f"checkpoint={asked}: no such checkpoint; {allowed}")
     return resume.checkpoint_at("checkpoint", path)[0]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gdino_lab import launch
+from gdino_lab import launch, preparation
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.memory.forecast import KNOWN_ERROR, Forecast, forecast
 from gdino_lab.models import grounding_dino
@@ -164,8 +164,8 @@ def shared(base: Settings) -> tuple[Any, Any]:
         ConfigurationError: no rung could train.
     """
     model = {key: value for key, value in base.model.items() if key != "_target_"}
-    data, task, complaints = launch.data_and_task(base)
-    complaints += launch.tracker_complaints(base) + grounding_dino.check(**model)
+    data, task, complaints = preparation.data_and_task(base)
+    complaints += preparation.tracker_complaints(base) + grounding_dino.check(**model)
     if complaints:
         raise ConfigurationError(complaints)
     processor = grounding_dino.build_processor(**model)
@@ -181,7 +181,7 @@ def shared(base: Settings) -> tuple[Any, Any]:
 def consider(rung: Try, tries: list[Try], data: Any, task: Any) -> Forecast | None:
     """Its prediction; marks a rung that need not be tried as skipped, and says why."""
     settings = rung.settings
-    complaints = launch.device_complaints(settings)
+    complaints = preparation.device_complaints(settings)
     try:
         make_plan(settings, data.train_size(), settings.hardware.devices)
     except ConfigurationError as error:

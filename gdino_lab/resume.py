@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
-from gdino_lab import checkpoint
-from gdino_lab.checkpoint import BEST, TRAINER, Damaged
+from gdino_lab import checkpoint, checkpoint_folder
+from gdino_lab.checkpoint_folder import BEST, TRAINER, Damaged
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.run_folder import RunFolder, read_json
 from gdino_lab.settings import Settings, as_dict, flat
@@ -98,12 +98,12 @@ def checkpoint_at(key: str, folder: Path) -> tuple[Start, list[str]]:
             why = "; ".join(said) or "its run was stopped before the first was written"
             raise ConfigurationError(f"{key}={folder}: no whole checkpoint there: {why}")
         return start, said
-    if not (folder / checkpoint.MANIFEST).is_file() and not (folder / TRAINER).is_file():
+    if not (folder / checkpoint_folder.MANIFEST).is_file() and not (folder / TRAINER).is_file():
         raise ConfigurationError(
-            f"{key}={folder}: neither a checkpoint (no {checkpoint.MANIFEST} in it) nor a run folder with checkpoints/"
+            f"{key}={folder}: neither a checkpoint (no {checkpoint_folder.MANIFEST} in it) nor a run folder with checkpoints/"
         )
     try:
-        checkpoint.verify(folder)
+        checkpoint_folder.verify(folder)
     except Damaged as damage:
         raise ConfigurationError(f"{key}={folder}: {damage}; {key}=<the run's folder> takes the newest whole one") from None
     return Start(folder.resolve()), []
@@ -112,14 +112,14 @@ def checkpoint_at(key: str, folder: Path) -> tuple[Start, list[str]]:
 def newest_whole(folder: Path) -> tuple[Start | None, list[str]]:
     """The newest checkpoint below `folder` that is as its manifest says, and why it is not a newer one or `last`."""
     damages: list[str] = []
-    for path in checkpoint.written(folder):
+    for path in checkpoint_folder.written(folder):
         try:
-            checkpoint.verify(path)
+            checkpoint_folder.verify(path)
         except Damaged as damage:
             damages.append(str(damage))
             continue
         said = [f"{damage}; an older checkpoint is taken, {path.name}" for damage in damages]
-        last = folder / checkpoint.LAST
+        last = folder / checkpoint_folder.LAST
         if not damages and last.resolve() != path.resolve():
             said.append(f"{path.name} is whole and the newest, though {last} does not point to it: its run died between the two")
         return Start(path.resolve()), said
@@ -140,12 +140,23 @@ def newest_unfinished(runs: Path, settings: Settings) -> tuple[Start | None, lis
 
 
 def unfinished(run: Path) -> bool:
+    """Whether a run stopped before its end."""
+    return status_of(run).get("state") not in (None, "completed") and not is_running(run)
+
+
+def is_running(run: Path) -> bool:
+    """Whether a run still goes on, on this machine."""
+    status = status_of(run)
+    here = status.get("host") == socket.gethostname()
+    return status.get("state") == "running" and here and psutil.pid_exists(status.get("pid", -1))
+
+
+def status_of(run: Path) -> dict[str, Any]:
+    """What its status.json says; nothing where that cannot be read."""
     try:
-        status = read_json(run / "status.json")
-    except (OSError, ValueError):
-        return False
-    alive = status.get("host") == socket.gethostname() and psutil.pid_exists(status.get("pid", -1))
-    return status["state"] != "completed" and not (status["state"] == "running" and alive)
+        return dict(read_json(run / "status.json"))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 # --- what differs -----------------------------------------------------------------------------------------------------
@@ -239,4 +250,4 @@ def bring_best(start: Start, folder: RunFolder) -> None:
     if best.is_dir():
         target = folder.checkpoints / best.resolve().name
         shutil.copytree(best.resolve(), target)
-        checkpoint.point(folder.checkpoints / BEST, target)
+        checkpoint_folder.point(folder.checkpoints / BEST, target)

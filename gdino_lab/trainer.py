@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hydra.utils import get_object
 from torch import Tensor, nn
 
-from gdino_lab import checkpoint
+from gdino_lab import checkpoint, checkpoint_folder
 from gdino_lab.checkpoint import Writer
 from gdino_lab.data.loading import EpochSampler, loader
 from gdino_lab.engine import backward_and_step, build_engine, step_report, whole_weights
@@ -149,7 +149,7 @@ def go_on(run: Run, resume: Path) -> Progressed:
     """Restore what a checkpoint holds, prove it, and forget what came after it."""
     stored = checkpoint.load(run.engine, run.average, resume)
     state = restored(stored)
-    with checkpoint.Stored(resume) as tensors:
+    with checkpoint_folder.Stored(resume) as tensors:
         run.meter.resume(tensors.own(METER, dist.get_rank()), stored["epoch_losses"], run.device)
     log.info("resumed %s at step %d of %d", resume, state.step, run.plan.total_steps)
     with run.phases("prove"):

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gdino_lab import checkpoint, engine, trainer
+from gdino_lab import checkpoint, checkpoint_folder, engine, trainer
 from gdino_lab.data.loading import EpochSampler, loader
 from gdino_lab.pieces import pieces
 from gdino_lab.plan import make_plan
@@ -72,8 +72,8 @@ def case(words: list[str] | None, words_after: list[str] | None, folder: str) ->
     result = {} if words is None else trained(words, run_folder)
     if words_after is None:
         return result
-    (path,) = checkpoint.written(run_folder.checkpoints)
-    checkpoint.verify(path)
+    (path,) = checkpoint_folder.written(run_folder.checkpoints)
+    checkpoint_folder.verify(path)
     second = gone_on([*(words or []), *words_after], run_folder, path)
     result |= {"resumed": second["losses"], "counted": second["counted"]}
     for state in ("stored", "ended"):

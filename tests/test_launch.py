@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gdino_lab import launch, settings
+from gdino_lab import launch, preparation, settings
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.machine.readings import Readings
 from gdino_lab.run_folder import RunFolder, new_run_folder
@@ -125,9 +125,9 @@ def test_two_runs_of_one_second_get_two_folders(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
 def test_a_tracker_that_is_not_installed_is_refused(tracker):
-    said = launch.tracker_complaints(composed(f"tracker={tracker}"))
+    said = preparation.tracker_complaints(composed(f"tracker={tracker}"))
     assert len(said) == 1 and f"pip install {tracker}" in said[0]
-    assert launch.tracker_complaints(composed("tracker=none")) == launch.tracker_complaints(composed()) == []
+    assert preparation.tracker_complaints(composed("tracker=none")) == preparation.tracker_complaints(composed()) == []
 
 
 @pytest.mark.parametrize(

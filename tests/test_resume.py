@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from gdino_lab import checkpoint, resume
+from gdino_lab import checkpoint, checkpoint_folder, resume
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.plan import make_plan
 from gdino_lab.run_folder import RunFolder, write_json
 from gdino_lab.settings import as_dict, flat
 from tests.conftest import composed
-from tests.test_checkpoint import made
+from tests.test_checkpoint_folder import made
 
 
 def written(run: Path, *words: str, step: int = 4, state: str = "failed", images: int = 64) -> Path:
@@ -29,7 +29,7 @@ def written(run: Path, *words: str, step: int = 4, state: str = "failed", images
         "plan": make_plan(settings, images, settings.hardware.devices).as_dict(),
         "versions": checkpoint.versions(),
     }
-    entry = checkpoint.write_bytes(path / "trainer.json", [memoryview(json.dumps(trainer_state).encode())])
+    entry = checkpoint_folder.write_bytes(path / "trainer.json", [memoryview(json.dumps(trainer_state).encode())])
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["trainer.json"] = entry
     write_json(path / "manifest.json", manifest)
@@ -67,7 +67,7 @@ def test_a_run_means_its_newest_whole_checkpoint_and_says_why(tmp_path: Path):
 
 def test_a_last_that_lags_behind_is_told(tmp_path: Path):
     older, newer = written(tmp_path, step=4), written(tmp_path, step=8)
-    checkpoint.point(tmp_path / "checkpoints" / "last", older)
+    checkpoint_folder.point(tmp_path / "checkpoints" / "last", older)
     start, said = resume.checkpoint_at("train.resume", tmp_path)
     assert start.folder == newer.resolve() and "its run died between the two" in said[0]
 

@@ -8,13 +8,13 @@ from omegaconf import DictConfig
 
 
 def run(config: DictConfig) -> int:
-    from gdino_lab import launch, settings
+    from gdino_lab import preparation, settings
     from gdino_lab.memory import verdict
     from gdino_lab.memory.forecast import forecast, worst_of
     from gdino_lab.progress import format_table
 
     checked = settings.load(config)
-    task, data, plan, notices = launch.planned(checked)
+    task, data, plan, notices = preparation.planned(checked)
     worst, notice = worst_of(checked, task, data)
     found = forecast(checked, task, worst, plan.world_size)
     words = [*notices, *([notice] if notice else []), *verdict.words(checked, task, found, plan.world_size)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gdino_lab import checkpoint
+from gdino_lab import checkpoint, checkpoint_folder
 from gdino_lab.resume import newest_whole
 from tests.conftest import SMALL, environment, read_json, read_metrics
 
@@ -91,10 +91,10 @@ def target(run: Path, link: str) -> str:
 
 
 def assert_all_whole(run: Path) -> None:
-    found = checkpoint.written(run / "checkpoints")
+    found = checkpoint_folder.written(run / "checkpoints")
     assert found
     for path in found:
-        checkpoint.verify(path)
+        checkpoint_folder.verify(path)
     assert target(run, "last") == found[0].name
 
 
@@ -197,12 +197,12 @@ checkpoint.Writer.save = save
 CANNOT_WRITE = """
 import errno, os
 import gdino_lab.checkpoint as checkpoint
-honest = checkpoint.write_tensors
+honest = checkpoint_folder.write_tensors
 def fails(path, tensors):
     if path.name == "state_1.safetensors" and "00000003" in path.parent.name:
         raise OSError(errno.EIO, "Input/output error", str(path))
     return honest(path, tensors)
-checkpoint.write_tensors = fails
+checkpoint_folder.write_tensors = fails
 """
 
 
@@ -286,13 +286,13 @@ def assert_told(ended: Ended, run: Path, said: str, number: str, cure: str) -> N
 DIES_SAVING = """
 import os, signal
 import gdino_lab.checkpoint as checkpoint
-honest = checkpoint.write_tensors
+honest = checkpoint_folder.write_tensors
 def dies(path, tensors):
     if path.name == "state_1.safetensors" and "00000003" in path.parent.name:
         path.write_bytes(bytes(1000))
         os.kill(os.getpid(), signal.SIGKILL)
     return honest(path, tensors)
-checkpoint.write_tensors = dies
+checkpoint_folder.write_tensors = dies
 """
 
 

@@ -19,7 +19,7 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForZeroShotObjectDetection, AutoProcessor, PreTrainedModel
 
-from gdino_lab.checkpoint import write_bytes
+from gdino_lab.checkpoint_folder import write_bytes
 from gdino_lab.commands.main import conf_folder, main
 from gdino_lab.models.grounding_dino import build
 from tests.conftest import SMALL, environment, read_json

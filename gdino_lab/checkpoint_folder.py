@@ -1,0 +1,334 @@
+"""A checkpoint on the disk: written whole or not at all, and read only when it is as its manifest says.
+
+    checkpoints/step_00000120/
+        state_<rank>.safetensors   weights, optimizer states, averages and random generators (gdino_lab/pieces.py)
+        trainer.json               progress, counters, proof, and the plan, settings and versions it belongs to
+        manifest.json              bytes and SHA-256 of each file; written last, so a folder with one was finished
+    checkpoints/last, best         links to two of these
+
+Nothing in it is a pickle, so loading runs no code of whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gdino_lab.errors import NotSaved
+from gdino_lab.run_folder import read_json, write_json
+
+FORMAT = 1
+MANIFEST, TRAINER = "manifest.json", "trainer.json"
+LAST, BEST = "last", "best"
+CHUNK = 2**24  # bytes written and hashed at once
+# A rank that has written its share waits this many seconds for the others'.
+PATIENCE = 1800
+# Names of dtypes in the safetensors format.
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class Damaged(Exception):
+    """A checkpoint that is not whole; the message names the file."""
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:08}"
+
+
+def write_share(partial: Path, rank: int, tensors: dict[str, Tensor], trainer_state: dict[str, Any] | None) -> None:
+    """This rank's files and, last, what they are: .share_<rank>.json."""
+    files = {}
+    name = f"state_{rank}.safetensors"
+    files[name] = write_tensors(partial / name, tensors)
+    if trainer_state is not None:
+        text = json.dumps(trainer_state, indent=1).encode()
+        files[TRAINER] = write_bytes(partial / TRAINER, [memoryview(text)])
+    write_json(partial / f".share_{rank}.json", files)
+
+
+def tell_failure(partial: Path, rank: int) -> None:
+    """To rank 0, which waits for this rank's share. What was written of it goes first: on a full disk there is no room else."""
+    with suppress(OSError):
+        (partial / f"state_{rank}.safetensors").unlink(missing_ok=True)
+        (partial / f".failed_{rank}").touch()
+
+
+def commit(partial: Path, folder: Path, step: int, ranks: int, best: bool, keep: int) -> None:
+    """All shares are there: the folder gets its manifest, then its name, then the links that point to it."""
+    shares = [partial / f".share_{rank}.json" for rank in range(ranks)]
+    deadline = time.monotonic() + PATIENCE
+    while not all(share.exists() for share in shares):
+        if any(partial.glob(".failed_*")) or time.monotonic() > deadline:
+            raise NotSaved(f"{partial}: another rank has not written its share", folder, echo=True)
+        time.sleep(0.01)
+    files: dict[str, Any] = {}
+    for share in shares:
+        files |= read_json(share)
+        share.unlink()
+    manifest = json.dumps({"format": FORMAT, "step": step, "ranks": ranks, "time": time.time_ns(), "files": files}, indent=1)
+    write_bytes(partial / MANIFEST, [memoryview(manifest.encode())])
+    sync_folder(partial)
+    target = first_free(folder / name_of(step))
+    os.rename(partial, target)
+    sync_folder(folder)
+    point(folder / LAST, target)
+    if best:
+        point(folder / BEST, target)
+    sync_folder(folder)
+    prune(folder, keep)
+
+
+def first_free(path: Path) -> Path:
+    """A run that went on from an earlier step comes to the same step again."""
+    return next(each for each in chain([path], (path.with_name(f"{path.name}_{n}") for n in count(2))) if not each.exists())
+
+
+def point(link: Path, target: Path) -> None:
+    """`link` becomes a link to `target` in the same folder, at once."""
+    temporary = link.with_name(f".{link.name}.link")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target.name)
+    os.replace(temporary, link)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep`, `last` and `best`."""
+    needed = {(folder / link).resolve() for link in (LAST, BEST) if (folder / link).exists()}
+    for old in written(folder)[keep:]:
+        if old.resolve() not in needed:
+            doomed = old.with_name(f".{old.name}.partial")  # no longer whole, and known to be
+            os.rename(old, doomed)
+            shutil.rmtree(doomed)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """A safetensors file, hashed while it is written (github.com/huggingface/safetensors, "Format"); its entry in the
+    manifest."""
+    header: dict[str, Any] = {}
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # so that each lies aligned
+    end = 0
+    for name, tensor in ordered.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    data = [memoryview(tensor.view(torch.uint8).numpy()) for tensor in ordered.values()]
+    return write_bytes(path, [memoryview(len(text).to_bytes(8, "little") + text), *data])
+
+
+def write_bytes(path: Path, parts: list[memoryview]) -> dict[str, Any]:
+    """Write, hash at the same time, and bring it to the disk; returns {"bytes", "sha256"}."""
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+        for chunk in chunks(parts):
+            hashed = hasher.submit(digest.update, chunk)
+            left = memoryview(chunk)
+            while left:
+                left = left[file.write(left) :]
+            hashed.result()
+        os.fsync(file.fileno())
+    return {"bytes": sum(part.nbytes for part in parts), "sha256": digest.hexdigest()}
+
+
+def chunks(parts: list[memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes in pieces of about CHUNK: small parts together, large ones cut."""
+    small = bytearray()
+    for part in parts:
+        if part.nbytes < CHUNK // 16:
+            small += part
+            if len(small) >= CHUNK:
+                yield bytes(small)
+                small.clear()
+            continue
+        if small:
+            yield bytes(small)
+            small.clear()
+        for start in range(0, part.nbytes, CHUNK):
+            yield part[start : start + CHUNK]
+    if small:
+        yield bytes(small)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path) -> list[Path]:
+    """The checkpoints below `folder` that were finished, the newest first."""
+    found = []
+    for path in folder.glob("step_*"):
+        try:
+            found.append((int(read_json(path / MANIFEST)["time"]), path))
+        except (OSError, ValueError, KeyError, TypeError):
+            found.append((path.stat().st_mtime_ns, path))  # damaged: `verify` will say how
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def verify(checkpoint: Path) -> None:
+    """Read every file and compare it with the manifest.
+
+    Raises:
+        Damaged: naming the file, what it is and what it should be.
+    """
+    try:
+        manifest = read_json(checkpoint / MANIFEST)
+        files, form = dict(manifest["files"]), manifest["format"]
+    except FileNotFoundError:
+        raise Damaged(f"{checkpoint / MANIFEST}: is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{checkpoint / MANIFEST}: cannot be read ({error})") from None
+    if form != FORMAT:
+        raise Damaged(f"{checkpoint / MANIFEST}: format {form}, this gdino-lab reads {FORMAT}")
+    for name, known in files.items():
+        path = checkpoint / name
+        if Path(name).name != name:
+            raise Damaged(f"{checkpoint / MANIFEST}: names a file elsewhere, {name}")
+        try:
+            size = path.stat().st_size
+            if not isinstance(known, dict) or not isinstance(known.get("sha256"), str):
+                raise Damaged(f"{checkpoint / MANIFEST}: says neither bytes nor SHA-256 of {name}")
+            if size != known.get("bytes"):
+                raise Damaged(f"{path}: has {size} bytes, the manifest says {known.get('bytes')}")
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError:
+            raise Damaged(f"{path}: is missing") from None
+        except OSError as error:
+            raise Damaged(f"{path}: cannot be read ({error.strerror})") from None
+        if digest != known["sha256"]:
+            raise Damaged(f"{path}: its SHA-256 is {digest[:12]}…, the manifest says {known['sha256'][:12]}…")
+    verify_form(checkpoint, manifest)
+
+
+def verify_form(checkpoint: Path, manifest: dict[str, Any]) -> None:
+    """A manifest may agree with files that no gdino-lab wrote: each must be of its format, none missing and none added.
+
+    Raises:
+        Damaged: naming the file and what it is not.
+    """
+    listed = {name for name in manifest["files"] if name.startswith("state_")}
+    if manifest.get("ranks") != len(listed) or TRAINER not in manifest["files"]:
+        raise Damaged(f"{checkpoint / MANIFEST}: names {len(listed)} share(s) for {manifest.get('ranks')} rank(s), or no {TRAINER}")
+    for path in checkpoint.glob("state_*.safetensors"):
+        if path.name not in listed:
+            raise Damaged(f"{path}: is not in the manifest")
+    with Stored(checkpoint):
+        pass
+    try:
+        if not isinstance(read_json(checkpoint / TRAINER), dict):
+            raise ValueError("no object")
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{checkpoint / TRAINER}: is no JSON ({error})") from None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements `start` to `stop` of a parameter, and where they are stored."""
+
+    start: int
+    stop: int
+    file: Any
+    key: str
+
+
+class Stored:
+    """The tensors of a checkpoint by kind and name, put together from the shares of all ranks as they are asked for.
+
+    Raises:
+        Damaged: a file is no safetensors file.
+    """
+
+    def __init__(self, checkpoint: Path):
+        self.checkpoint = checkpoint
+        self.runs: dict[tuple[str, str], list[Run]] = {}
+        self.by_name: dict[str, set[str]] = {}
+        self.files = []
+        for path in sorted(checkpoint.glob("state_*.safetensors")):
+            try:
+                file = safe_open(path, framework="pt").__enter__()
+            except (SafetensorError, OSError) as error:
+                raise Damaged(f"{path}: is no safetensors file ({error})") from None
+            self.files.append(file)
+            for key in file.keys():
+                try:
+                    kind, name, start = key.rsplit(":", 2)
+                    length = int(np.prod(file.get_slice(key).get_shape()))
+                    run = Run(int(start), int(start) + length, file, key)
+                except ValueError:
+                    raise Damaged(f"{path}: holds {key}, which is no KIND:NAME:START") from None
+                self.runs.setdefault((kind, name), []).append(run)
+                self.by_name.setdefault(name, set()).add(kind)
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for file in self.files:
+            file.__exit__(None, None, None)
+
+    def kinds(self, name: str) -> set[str]:
+        return self.by_name.get(name, set())
+
+    def names(self, kind: str) -> set[str]:
+        return {name for each, name in self.runs if each == kind}
+
+    def size(self, kind: str, name: str) -> int:
+        """Elements stored, from the first to where one is missing; 0 where there are none."""
+        position = 0
+        for run in sorted(self.runs.get((kind, name), []), key=lambda run: run.start):
+            position = max(position, run.stop) if run.start <= position else position
+        return position
+
+    def own(self, kind: str, rank: int) -> dict[str, Tensor]:
+        """What one rank stored for itself under `kind`, by name; empty where there was no such rank."""
+        found = {}
+        for each in self.kinds(str(rank)):
+            if each.startswith(f"{kind}/"):
+                (run,) = self.runs[each, str(rank)]
+                found[each.removeprefix(f"{kind}/")] = run.file.get_tensor(run.key)
+        return found
+
+    def read(self, kind: str, name: str, start: int, length: int) -> Tensor:
+        """Elements `start` to `start + length` of a flattened parameter, 1-D.
+
+        Raises:
+            KeyError: not all of them are stored.
+        """
+        stop, parts = start + length, []
+        position = start
+        for run in sorted(self.runs.get((kind, name), []), key=lambda run: run.start):
+            if run.start <= position < run.stop and position < stop:
+                upto = min(stop, run.stop)
+                parts.append(run.file.get_slice(run.key)[position - run.start : upto - run.start])
+                position = upto
+        if position < stop:
+            raise KeyError(f"{self.checkpoint}: holds no {kind} of {name} from element {position} to {stop}")
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

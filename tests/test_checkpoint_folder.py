@@ -1,0 +1,110 @@
+"""Files of checkpoints: whole, linked, kept as many as asked for, put together from ranks; what is damaged is named."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings as hypothesis_settings, strategies as st
+from safetensors.torch import load_file
+
+from gdino_lab import checkpoint_folder
+from gdino_lab.checkpoint_folder import Damaged, Stored
+
+
+def made(folder: Path, step: int = 1, keep: int = 9, best: bool = False) -> Path:
+    """A checkpoint of two ranks without an engine."""
+    partial = folder / f".{checkpoint_folder.name_of(step)}.partial"
+    partial.mkdir(parents=True)
+    checkpoint_folder.write_share(partial, 1, {"weight:b:4": torch.arange(4.0) + step}, None)
+    checkpoint_folder.write_share(partial, 0, {"weight:b:0": torch.arange(4.0), "state/m:b:0": torch.ones(4)}, {"progressed": {"step": step}})
+    checkpoint_folder.commit(partial, folder, step, 2, best, keep)
+    return checkpoint_folder.written(folder)[0]
+
+
+def test_links_point_to_whole_folders_and_old_ones_go(tmp_path: Path):
+    for step in range(1, 7):
+        made(tmp_path, step, keep=2, best=step == 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best", "last", "step_00000002", "step_00000005", "step_00000006",
+    ]  # fmt: skip
+    assert (tmp_path / "last").resolve().name == "step_00000006"
+    assert (tmp_path / "best").resolve().name == "step_00000002"
+
+
+def test_a_step_taken_again_gets_a_folder_of_its_own(tmp_path: Path):
+    first, again = made(tmp_path, 3, best=True), made(tmp_path, 3)
+    assert first != again and checkpoint_folder.written(tmp_path) == [again, first]
+    assert (tmp_path / "best").resolve() == first.resolve()
+
+
+def test_parts_of_ranks_are_put_together(tmp_path: Path):
+    with Stored(made(tmp_path)) as stored:
+        assert stored.read("weight", "b", 0, 8).tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
+        assert stored.read("weight", "b", 3, 3).tolist() == [3, 1, 2]
+        assert stored.kinds("b") == {"weight", "state/m"}
+        with pytest.raises(KeyError, match="state/m of b from element 4 to 6"):
+            stored.read("state/m", "b", 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json: is missing"),
+        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json: cannot be read"),
+        (lambda path: (path / "manifest.json").write_text("{}"), "manifest.json: cannot be read"),
+        (lambda path: (path / "trainer.json").unlink(), "trainer.json: is missing"),
+        (lambda path: (path / "state_1.safetensors").unlink(), "state_1.safetensors: is missing"),
+        (lambda path: (path / "trainer.json").write_text("{}"), "trainer.json: has 2 bytes, the manifest says"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, harm, said: str):
+    path = made(tmp_path)
+    checkpoint_folder.verify(path)
+    harm(path)
+    with pytest.raises(Damaged, match=said):
+        checkpoint_folder.verify(path)
+
+
+@given(st.data())
+@hypothesis_settings(max_examples=30, deadline=None)
+def test_any_flipped_bit_and_any_cut_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
+    folder = tmp_path_factory.mktemp("harmed")
+    path = made(folder)
+    file = path / data.draw(st.sampled_from(["state_0.safetensors", "state_1.safetensors", "trainer.json"]))
+    content = bytearray(file.read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        content[place] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        del content[place:]
+    file.write_bytes(content)
+    with pytest.raises(Damaged, match=file.name):
+        checkpoint_folder.verify(path)
+    shutil.rmtree(folder)
+
+
+DTYPES = list(checkpoint_folder.DTYPES)
+
+
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(1, 50)), max_size=8))
+@hypothesis_settings(max_examples=40, deadline=None)
+def test_any_tensors_are_read_back_by_safetensors(tmp_path_factory: pytest.TempPathFactory, shapes: list):
+    path = tmp_path_factory.mktemp("tensors") / "file.safetensors"
+    tensors = {f"kind:{number}:0": (torch.randn(size) * 9).to(dtype) for number, (dtype, size) in enumerate(shapes)}
+    entry = checkpoint_folder.write_tensors(path, tensors)
+    assert entry["bytes"] == path.stat().st_size
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+
+
+def test_large_and_small_parts_are_written_as_they_are(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(checkpoint_folder, "CHUNK", 64)
+    parts = [bytes([number % 251]) * number for number in (1, 3, 200, 2, 64, 63, 5, 129)]
+    entry = checkpoint_folder.write_bytes(tmp_path / "file", [memoryview(part) for part in parts])
+    assert (tmp_path / "file").read_bytes() == b"".join(parts)
+    assert entry["bytes"] == sum(map(len, parts))
