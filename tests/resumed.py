@@ -2,8 +2,8 @@
 
     python tests/resumed.py OUT CASES [DEVICE]     under torch.distributed.run, or alone
 
-CASES: a JSON list of {words, words_after, folder}: overrides, those of the engine that goes on, and where the checkpoint lies. With
-words null only the second half is done, with words_after null only the first.
+CASES: a JSON list of {words, words_after, folder[, before]}: overrides, those of the engine that goes on, where the checkpoint lies,
+and the steps before it. With words null only the second half is done, with words_after null only the first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gdino_lab.settings import instantiate
 from gdino_lab.usage import Phases
 from tests.conftest import composed
 
-BEFORE, AFTER = 2, 2  # steps
+AFTER = 2  # steps
 IMAGES = 16
 
 
@@ -67,31 +67,31 @@ def digest(values: torch.Tensor) -> str:
     return hashlib.sha256(values.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def case(words: list[str] | None, words_after: list[str] | None, folder: str) -> dict:
+def case(words: list[str] | None, words_after: list[str] | None, folder: str, before: int = 2) -> dict:
     run_folder = RunFolder(Path(folder))
-    result = {} if words is None else trained(words, run_folder)
+    result = {} if words is None else trained(words, run_folder, before)
     if words_after is None:
         return result
     (path,) = checkpoint_folder.written(run_folder.checkpoints)
     checkpoint_folder.verify(path)
-    second = gone_on([*(words or []), *words_after], run_folder, path)
+    second = gone_on([*(words or []), *words_after], run_folder, path, before)
     result |= {"resumed": second["losses"], "counted": second["counted"]}
     for state in ("stored", "ended"):
         result[state] = differing(result[state], second[state]) if state in result else None
     if torch.cuda.is_available():  # how far a machine that adds in another order each time is from itself
-        result["again"] = gone_on([*(words or []), *words_after], run_folder, path)["losses"]
+        result["again"] = gone_on([*(words or []), *words_after], run_folder, path, before)["losses"]
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(run_folder.path)
     return result
 
 
-def trained(words: list[str], folder: RunFolder) -> dict:
+def trained(words: list[str], folder: RunFolder, steps: int) -> dict:
     run = built(words, folder)
-    before = taken(run, 0, BEFORE)
-    trainer.save(run, trainer.Progressed(step=BEFORE), evaluation=None)
+    before = taken(run, 0, steps)
+    trainer.save(run, trainer.Progressed(step=steps), evaluation=None)
     stored = state_of(run)
-    went_on = taken(run, BEFORE, AFTER)  # while the checkpoint is being written
+    went_on = taken(run, steps, AFTER)  # while the checkpoint is being written
     run.writer.wait()
     ended = state_of(run)
     engine.discard(run.engine)
@@ -99,10 +99,10 @@ def trained(words: list[str], folder: RunFolder) -> dict:
     return {"before": before, "went_on": went_on, "stored": stored, "ended": ended, "kinds": kinds}
 
 
-def gone_on(words: list[str], folder: RunFolder, path: Path) -> dict:
+def gone_on(words: list[str], folder: RunFolder, path: Path, before: int) -> dict:
     run = built(words, folder)
     trainer.go_on(run, path)
-    found = {"stored": state_of(run), "losses": taken(run, BEFORE, AFTER), "ended": state_of(run)}
+    found = {"stored": state_of(run), "losses": taken(run, before, AFTER), "ended": state_of(run)}
     found["counted"] = [run.engine.global_steps, run.engine.micro_steps]
     engine.discard(run.engine)
     return found

@@ -67,6 +67,18 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, small_set: Path, r
         assert ("average" in found[0]["kinds"]) == ("train.ema_decay=0.9" in case["words"])
 
 
+@pytest.mark.slow
+def test_a_run_resumed_before_its_first_step_is_the_same_too(tmp_path: Path, small_set: Path):
+    """Where the optimizer has no states yet."""
+    cases = [
+        {"words": [*COMMON, f"data.root={small_set}", *RANKS[1], zero], "words_after": [], "folder": str(tmp_path / zero), "before": 0}
+        for zero in ("zero=stage0", "zero=stage2", "zero=stage3")
+    ]
+    for case, result in zip(cases, *results(cases, tmp_path, 1), strict=True):
+        assert not result["stored"] and not result["ended"] and result["went_on"] == result["resumed"], case
+        assert not any(kind.startswith("state") for kind in result["kinds"])
+
+
 # From, to, and how far apart losses may be: rounding alone where the precision stays.
 PRECISION = "train.resume_allow=[precision]"
 ELSEWHERE = [

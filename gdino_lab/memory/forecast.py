@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gdino_lab.errors import ConfigurationError
-from gdino_lab.memory.states import Sizes, states
+from gdino_lab.memory.states import MASTER, MOMENTS, Sizes, states
 from gdino_lab.memory.trace import Trace, trace_step
 from gdino_lab.models import grounding_dino
 from gdino_lab.models.recompute import recompute_activations
@@ -83,7 +83,7 @@ def forecast(settings: Settings, task: Task, worst: Worst, ranks: int, micro_bat
     device = {name: resident.get(name, 0) + at_peak.get(name, 0) for name in (*resident, *at_peak)}
     return Forecast(
         device,
-        held.host,
+        held.host | {"checkpoint being written": copied_bytes(sizes, weight_bytes, ranks, settings.train.ema_decay > 0)},
         sum(device.values()),
         sum(resident.values()) + sum(held.gradients.values()),
         sum(traced.values()),
@@ -99,6 +99,12 @@ def count(settings: Settings, task: Task) -> Sizes:
         module = skeleton_of(settings, task)
     moving = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
     return Sizes(sum(parameter.numel() for parameter in module.parameters()), sum(moving), max(moving, default=0))
+
+
+def copied_bytes(sizes: Sizes, weight_bytes: int, ranks: int, averaging: bool) -> int:
+    """Of this rank's share of a checkpoint, which is copied to the host to be written while training goes on."""
+    moving = (MASTER + MOMENTS + (MASTER if averaging else 0)) * sizes.moving
+    return -(-(moving + weight_bytes * (sizes.total - sizes.moving)) // ranks)
 
 
 def skeleton_of(settings: Settings, task: Task) -> nn.Module:
