@@ -196,7 +196,7 @@ checkpoint.Writer.save = save
 """
 CANNOT_WRITE = """
 import errno, os
-import gdino_lab.checkpoint as checkpoint
+import gdino_lab.checkpoint_folder as checkpoint_folder
 honest = checkpoint_folder.write_tensors
 def fails(path, tensors):
     if path.name == "state_1.safetensors" and "00000003" in path.parent.name:
@@ -285,7 +285,7 @@ def assert_told(ended: Ended, run: Path, said: str, number: str, cure: str) -> N
 
 DIES_SAVING = """
 import os, signal
-import gdino_lab.checkpoint as checkpoint
+import gdino_lab.checkpoint_folder as checkpoint_folder
 honest = checkpoint_folder.write_tensors
 def dies(path, tensors):
     if path.name == "state_1.safetensors" and "00000003" in path.parent.name:

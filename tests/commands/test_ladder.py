@@ -14,17 +14,17 @@ from tests.conftest import SMALL, read_json, read_metrics, run
 NARROW = """
 import sys
 import torch
-import gdino_lab.trainer as trainer
+import gdino_lab.probe as probe
 from gdino_lab.commands.main import main
 
-honest = trainer.take_worst_steps
+honest = probe.take_worst_steps
 
 def narrow(settings, plan, folder):
     if plan.micro_batch > 2:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return honest(settings, plan, folder)
 
-trainer.take_worst_steps = narrow  # spawned ranks import this file, so they get it too
+probe.take_worst_steps = narrow  # spawned ranks import this file, so they get it too
 if __name__ == "__main__":
     sys.exit(main())
 """
