@@ -152,8 +152,10 @@ def go_on(run: Run, resume: Path) -> Progressed:
     with checkpoint_folder.Stored(resume) as tensors:
         run.meter.resume(tensors.own(METER, dist.get_rank()), stored["epoch_losses"], run.device)
     log.info("resumed %s at step %d of %d", resume, state.step, run.plan.total_steps)
+    drawn = checkpoint.random_state()
     with run.phases("prove"):
         prove(run, stored)
+    checkpoint.restore_random_state(drawn)
     if run.is_main:
         run.folder.rewind(state.step)
     return state

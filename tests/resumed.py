@@ -2,8 +2,9 @@
 
     python tests/resumed.py OUT CASES [DEVICE]     under torch.distributed.run, or alone
 
-CASES: a JSON list of {words, words_after, folder[, before]}: overrides, those of the engine that goes on, where the checkpoint lies,
-and the steps before it. With words null only the second half is done, with words_after null only the first.
+CASES: a JSON list of {words, words_after, folder[, before, scored]}: overrides, those of the engine that goes on, where the checkpoint
+lies, the steps before it, and whether it holds a score. With words null only the second half is done, with words_after null only
+the first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import socket
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -42,18 +44,16 @@ def built(words: list[str], folder: RunFolder) -> trainer.Run:
     return trainer.build(settings, plan, folder, lambda: False, Phases())
 
 
-def taken(run: trainer.Run, done: int, steps: int) -> list[float]:
-    """Losses of `steps` steps after `done`, means over the ranks."""
+def taken(run: trainer.Run, done: int, steps: int) -> Iterator[float]:
+    """Takes `steps` steps after `done`; the loss of each, mean over the ranks."""
     dataset = run.task.train_set()
     sampler = EpochSampler(dataset, dist.get_rank(), run.plan.world_size, run.settings.train.seed, shuffle=True)
     sampler.set_position(0, start=done * run.plan.accumulation * run.plan.micro_batch)
     batches = loader(dataset, sampler, run.plan.micro_batch, 0, run.task.collate, False)
-    losses = []
     for terms in trainer.steps(run, batches, steps):
         loss = sum(terms.values()).double()
         dist.all_reduce(loss)
-        losses.append(loss.item() / run.plan.world_size)
-    return losses
+        yield loss.item() / run.plan.world_size
 
 
 def state_of(run: trainer.Run) -> dict[str, str]:
@@ -67,9 +67,9 @@ def digest(values: torch.Tensor) -> str:
     return hashlib.sha256(values.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def case(words: list[str] | None, words_after: list[str] | None, folder: str, before: int = 2) -> dict:
+def case(words: list[str] | None, words_after: list[str] | None, folder: str, before: int = 2, scored: bool = False) -> dict:
     run_folder = RunFolder(Path(folder))
-    result = {} if words is None else trained(words, run_folder, before)
+    result = {} if words is None else trained(words, run_folder, before, scored)
     if words_after is None:
         return result
     (path,) = checkpoint_folder.written(run_folder.checkpoints)
@@ -86,12 +86,14 @@ def case(words: list[str] | None, words_after: list[str] | None, folder: str, be
     return result
 
 
-def trained(words: list[str], folder: RunFolder, steps: int) -> dict:
+def trained(words: list[str], folder: RunFolder, steps: int, scored: bool) -> dict:
     run = built(words, folder)
-    before = taken(run, 0, steps)
-    trainer.save(run, trainer.Progressed(step=steps), evaluation=None)
+    losses = taken(run, 0, steps + AFTER)
+    before = [next(losses) for _ in range(steps)]
+    trainer.save(run, trainer.Progressed(step=steps), trainer.evaluate(run) if scored else None)
+    run.engine.train()
     stored = state_of(run)
-    went_on = taken(run, steps, AFTER)  # while the checkpoint is being written
+    went_on = list(losses)  # while the checkpoint is being written
     run.writer.wait()
     ended = state_of(run)
     engine.discard(run.engine)
@@ -102,7 +104,7 @@ def trained(words: list[str], folder: RunFolder, steps: int) -> dict:
 def gone_on(words: list[str], folder: RunFolder, path: Path, before: int) -> dict:
     run = built(words, folder)
     trainer.go_on(run, path)
-    found = {"stored": state_of(run), "losses": taken(run, before, AFTER), "ended": state_of(run)}
+    found = {"stored": state_of(run), "losses": list(taken(run, before, AFTER)), "ended": state_of(run)}
     found["counted"] = [run.engine.global_steps, run.engine.micro_steps]
     engine.discard(run.engine)
     return found

@@ -10,6 +10,7 @@ from multiprocessing import get_context, parent_process
 from threading import Thread
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -68,6 +69,8 @@ def loader(
         multiprocessing_context=context,
         persistent_workers=workers > 0,
         worker_init_fn=_live_as_long_as_the_rank if workers else None,
+        # Each new iterator draws a number: from the generator that dropout uses, a resumed run would draw one more.
+        generator=torch.Generator(),
     )
 
 
