@@ -133,3 +133,4 @@ def main(out: Path, cases: list, device: str = "cpu") -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), json.loads(sys.argv[2]), *sys.argv[3:])
+    os._exit(0)  # with so many engines in one process the interpreter's end has aborted, once in some 25 times on two ranks
