@@ -90,7 +90,9 @@ def trained(words: list[str], folder: RunFolder, steps: int, scored: bool) -> di
     run = built(words, folder)
     losses = taken(run, 0, steps + AFTER)
     before = [next(losses) for _ in range(steps)]
-    trainer.save(run, trainer.Progressed(step=steps), trainer.evaluate(run) if scored else None)
+    with run.averaged():
+        evaluation = trainer.evaluate(run) if scored else None
+    trainer.save(run, trainer.Progressed(step=steps), evaluation)
     run.engine.train()
     stored = state_of(run)
     went_on = list(losses)  # while the checkpoint is being written

@@ -13,18 +13,18 @@ import torch
 from gdino_lab import checkpoint
 from tests.conftest import SMALL, run
 
-# With dropout, so that the generators matter.
-COMMON = [*(word for word in SMALL if not word.startswith("train.")), "model.config.dropout=0.1"]
+COMMON = [word for word in SMALL if not word.startswith("train.")]
+DROPOUT = "model.config.dropout=0.1"  # so that the generators matter
 RANKS = {
     1: ["train.micro_batch=2", "train.effective_batch=2"],
     2: ["hardware=cpu_dual", "train.micro_batch=1", "train.effective_batch=2"],
 }
-CELLS = [
-    [f"zero=stage{stage}", f"offload={offload}", f"precision={precision}"]
+LAYOUTS = [
+    [f"zero=stage{stage}", f"offload={offload}"]
     for stage in range(4)
     for offload in ("none", "optimizer", "optimizer_and_params")[: (1, 2, 2, 3)[stage]]
-    for precision in ("fp32", "bf16", "bf16_autocast")
 ]
+PRECISIONS = ("fp32", "bf16", "bf16_autocast")
 # In turn, so that each meets many cells.
 TURNS = [
     ["tuning=full"],
@@ -34,6 +34,15 @@ TURNS = [
     ["tuning=full", "train.effective_batch=4"],
 ]
 HERE = Path(__file__).parent
+
+
+def cells(ranks: int) -> list[list[str]]:
+    """All that a CPU can train with GDINO_LAB_MATRIX=full; else every layout on one rank, every other one on two, the precisions
+    in turn."""
+    if os.environ.get("GDINO_LAB_MATRIX") == "full":
+        return [[*layout, f"precision={precision}"] for layout in LAYOUTS for precision in PRECISIONS]
+    taken = list(enumerate(LAYOUTS))[ranks - 1 :: ranks]
+    return [[*layout, f"precision={PRECISIONS[(number + ranks) % 3]}"] for number, layout in taken]
 
 
 def results(cases: list[dict], folder: Path, ranks: int) -> list[list[dict]]:
@@ -47,17 +56,17 @@ def results(cases: list[dict], folder: Path, ranks: int) -> list[list[dict]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, small_set: Path, ranks: int):
-    """Losses, weights, optimizer states, averages and random generators, in every cell that a CPU can train; with
-    GDINO_LAB_MATRIX=full each on one rank and on two."""
+    """Losses, weights, optimizer states, averages and random generators; from within an epoch, with a score to prove and
+    without, and from before the first step, where the optimizer has no states yet."""
     cases = [
         {
-            "words": [*COMMON, f"data.root={small_set}", *RANKS[ranks], *cell, *TURNS[(number + ranks) % len(TURNS)]],
+            "words": [*COMMON, f"data.root={small_set}", DROPOUT, *RANKS[ranks], *cell, *TURNS[(number + ranks) % len(TURNS)]],
             "words_after": [],
             "folder": str(tmp_path / str(number)),
             "scored": number % 4 == ranks,
+            "before": 0 if number % 4 == 0 else 2,
         }
-        for number, cell in enumerate(CELLS)
-        if number % 2 == ranks - 1 or os.environ.get("GDINO_LAB_MATRIX") == "full"  # each cell on one rank, or on two
+        for number, cell in enumerate(cells(ranks))
     ]
     for shares in zip(*results(cases, tmp_path, ranks), cases, strict=True):
         *found, case = shares
@@ -65,22 +74,12 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, small_set: Path, r
             assert not result["stored"], (case, result["stored"][:3])
             assert result["went_on"] == result["resumed"], case
             assert not result["ended"], (case, result["ended"][:3])
-            assert result["counted"] == [4, 8 if "train.effective_batch=4" in case["words"] else 4]
-        assert len(set(found[0]["before"] + found[0]["went_on"])) == 4  # it moves, so the test could fail
-        assert {"weight", "state/exp_avg", "state/exp_avg_sq", "scalar/step"} <= set(found[0]["kinds"])
+            steps = case["before"] + 2
+            assert result["counted"] == [steps, steps * (2 if "train.effective_batch=4" in case["words"] else 1)]
+        assert len(set(found[0]["before"] + found[0]["went_on"])) == steps  # it moves, so the test could fail
+        states = {"state/exp_avg", "state/exp_avg_sq", "scalar/step"} & set(found[0]["kinds"])
+        assert len(states) == (3 if case["before"] else 0)
         assert ("average" in found[0]["kinds"]) == ("train.ema_decay=0.9" in case["words"])
-
-
-@pytest.mark.slow
-def test_a_run_resumed_before_its_first_step_is_the_same_too(tmp_path: Path, small_set: Path):
-    """Where the optimizer has no states yet."""
-    cases = [
-        {"words": [*COMMON, f"data.root={small_set}", *RANKS[1], zero], "words_after": [], "folder": str(tmp_path / zero), "before": 0}
-        for zero in ("zero=stage0", "zero=stage2", "zero=stage3")
-    ]
-    for case, result in zip(cases, *results(cases, tmp_path, 1), strict=True):
-        assert not result["stored"] and not result["ended"] and result["went_on"] == result["resumed"], case
-        assert not any(kind.startswith("state") for kind in result["kinds"])
 
 
 # From, to, and how far apart losses may be: rounding alone where the precision stays.
@@ -88,8 +87,7 @@ PRECISION = "train.resume_allow=[precision]"
 ELSEWHERE = [
     (["zero=stage0"], ["zero=stage2", "offload=optimizer"], 1e-5),
     (["zero=stage0", "train.ema_decay=0.9"], ["zero=stage3", "offload=optimizer_and_params", "activations=recompute"], 1e-5),
-    (["zero=stage3", "train.ema_decay=0.9"], ["zero=stage0"], 1e-5),
-    (["zero=stage3", "offload=optimizer"], ["zero=stage1", "offload=none", "train.micro_batch=1"], 1e-5),
+    (["zero=stage3", "train.ema_decay=0.9"], ["zero=stage1", "offload=none", "train.micro_batch=1"], 1e-5),
     (["zero=stage2", "precision=bf16"], ["zero=stage3"], 1e-3),
     (["zero=stage0"], ["precision=bf16", PRECISION], 0.05),
     (["zero=stage2", "precision=bf16"], ["precision=fp32", "zero=stage0", PRECISION], 0.05),
@@ -118,7 +116,7 @@ def test_on_another_stage_offload_or_precision_the_trajectory_stays(tmp_path: Pa
 @pytest.mark.slow
 def test_on_another_number_of_ranks_the_trajectory_stays(tmp_path: Path, small_set: Path):
     """2 -> 1, and 1 -> 2, at the same effective batch, each also changing the stage."""
-    stages = [("zero=stage2", "zero=stage3"), ("zero=stage3", "zero=stage0")]
+    stages = [("zero=stage3", "zero=stage0")]
 
     def cases(ranks: int, name: str, words: bool) -> list[dict]:
         return [

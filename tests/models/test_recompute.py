@@ -117,6 +117,7 @@ def test_a_model_without_such_layers_is_left_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pair", ["grounding_dino"], indirect=True)  # half a minute each, of the same layers
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own tracing looks
 def test_under_compile_every_gradient_is_the_plain_models(pair):
     """Captured without code generation, so that what is compared is the same arithmetic."""
