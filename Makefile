@@ -6,7 +6,7 @@ READY := .venv/.ready
 PARALLEL := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-fast clean
+.PHONY: help train test test-all test-fast clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -14,7 +14,10 @@ help: ## show this
 train: $(READY) ## the main job on the embedded default; ARGS="..." are passed on
 	$(BIN)/gdino-lab train $(ARGS)
 
-test: $(READY) ## every test
+test: $(READY) ## the tests, but for the few that take as long as a dozen others
+	$(BIN)/python -m pytest $(PARALLEL) -m "not thorough" $(ARGS)
+
+test-all: $(READY) ## every test
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-fast: $(READY) ## the quick tests: no rank processes

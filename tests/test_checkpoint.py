@@ -54,7 +54,7 @@ def results(cases: list[dict], folder: Path, ranks: int) -> list[list[dict]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, small_set: Path, ranks: int):
     """Losses, weights, optimizer states, averages and random generators; from within an epoch, with a score to prove and
     without, and from before the first step, where the optimizer has no states yet."""
@@ -98,6 +98,7 @@ def near(one: list[float], other: list[float], tolerance: float) -> bool:
     return all(abs(a / b - 1) <= tolerance for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_on_another_stage_offload_or_precision_the_trajectory_stays(tmp_path: Path, small_set: Path):
     cases = [
@@ -113,6 +114,7 @@ def test_on_another_stage_offload_or_precision_the_trajectory_stays(tmp_path: Pa
         assert near(result["went_on"], result["resumed"], tolerance), (before, after, result["went_on"], result["resumed"])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_on_another_number_of_ranks_the_trajectory_stays(tmp_path: Path, small_set: Path):
     """2 -> 1, and 1 -> 2, at the same effective batch, each also changing the stage."""

@@ -157,6 +157,7 @@ def test_what_offload_takes_is_of_the_published_model():
     assert 16 * parameters == pytest.approx(doctor.OFFLOAD_BYTES, rel=0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_runs_compile_no_operator(gdino, tmp_path: Path):
     """Two ranks that compile at once have crashed; ours have nothing to compile, even where DeepSpeed usually does."""

@@ -239,6 +239,7 @@ def test_none_fits(pretended: dict, small_set: Path, capsys):
     assert "none of the 2 rungs fits" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_blog_ladder_ends_on_four_rungs_under_four_caps(pretended: dict, monkeypatch, small_set: Path):
     """By prediction, on one GPU, with images of the seed's size."""

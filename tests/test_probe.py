@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import SMALL, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 # Each setting twice in one process, without a probe and with one: losses, scale and weights after two steps.
 SCRIPT = """

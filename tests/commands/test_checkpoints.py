@@ -296,6 +296,7 @@ checkpoint_folder.write_tensors = dies
 """
 
 
+@pytest.mark.thorough
 def test_one_rank_of_two_killed_while_saving(train: Train, tmp_path: Path):
     run = tmp_path / "run"
     ended = train(tmp_path, *SAVING, "run_dir=run", ranks=2, deed=DIES_SAVING)

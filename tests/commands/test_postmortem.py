@@ -102,7 +102,7 @@ def needs_a_shared_memory_of_its_own() -> None:
         pytest.skip(f"no mount namespace here: {tried.stderr.strip()}")
 
 
-@pytest.mark.parametrize("size", ["64k", "512k"], ids=["semaphores", "images"])
+@pytest.mark.parametrize("size", [pytest.param("64k", marks=pytest.mark.thorough), "512k"], ids=["semaphores", "images"])
 def test_full_shared_memory(tmp_path: Path, small_set: Path, size: str):
     """What a container with docker's 64 MB meets with images of the usual size. That it ends at all shows, too, that no
     data process stays behind: it would hold the pipes that this test reads."""
@@ -145,6 +145,7 @@ def little_memory() -> Iterator[list[str]]:
             time.sleep(0.1)
 
 
+@pytest.mark.thorough
 def test_rank_that_the_kernel_ended_for_lack_of_memory(tmp_path: Path, small_set: Path, little_memory: list[str]):
     ended, status = die(tmp_path, small_set, 0, f"torch.ones({LIMIT // 4})", "activations=recompute", within=little_memory)
     assert ended.code == 3, ended.out + ended.err

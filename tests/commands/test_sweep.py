@@ -18,6 +18,7 @@ def results(place: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.thorough
 def test_zero_stages_and_precisions_on_two_ranks(gdino, tmp_path: Path):
     words = ["-m", "zero=stage2,stage3", "precision=fp32,bf16_autocast", "hardware=cpu_dual", "train.max_steps=3"]
     ended = gdino("train", *words, timeout=280).assert_done()

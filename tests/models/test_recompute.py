@@ -116,6 +116,7 @@ def test_a_model_without_such_layers_is_left_alone():
     assert recompute_activations(torch.nn.Sequential(layer)) == 0 and layer.forward == forward
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", ["grounding_dino"], indirect=True)  # half a minute each, of the same layers
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own tracing looks
