@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import platform
 import random
 import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import gdino_lab
 from gdino_lab.checkpoint_folder import TRAINER, Stored, commit, name_of, tell_failure, write_share
-from gdino_lab.errors import NotSaved
+from gdino_lab.errors import ConfigurationError, NotSaved
 from gdino_lab.models.average import WeightAverage
-from gdino_lab.pieces import AVERAGE, WEIGHT, Piece, counters, pieces, put_back, restore_counters
+from gdino_lab.pieces import AVERAGE, WEIGHT, Piece, buffers_of, counters, pieces, put_back, restore_counters
 from gdino_lab.run_folder import read_json
 
 RANDOM = "random"
@@ -76,6 +76,7 @@ class Writer:
         for kind, named in (own | {RANDOM: random_state()}).items():
             tensors |= {f"{kind}/{name}:{rank}:0": tensor for name, tensor in named.items()}
         updates = average.updates if average is not None else 0
+        trainer_state = deepcopy(trainer_state)  # written later, when training has gone on
         trainer_state |= {"counters": counters(engine) | {"average_updates": updates}, "versions": versions()}
         partial = self.folder / f".{name_of(step)}.partial"
         self._agree(lambda: self._make_room(partial, sum(each.nbytes for each in tensors.values())))
@@ -220,21 +221,25 @@ def load_weights(module: nn.Module, checkpoint: Path, averages: bool = False) ->
             tensor.view(-1).copy_(stored.read(kind, name, 0, tensor.numel()))
 
 
-def misfits(module: nn.Module, checkpoint: Path) -> list[str]:
-    """What hinders `load_weights`: a phrase a tensor."""
+def check_fits(module: nn.Module, checkpoint: Path, where: str) -> None:
+    """Before `load_weights`.
+
+    Raises:
+        ConfigurationError: naming `where`, and tensors that are not in the checkpoint or have another size there.
+    """
     wrong = []
     with Stored(checkpoint) as stored:
         for name, tensor in tensors_of(module).items():
             if (size := stored.size(WEIGHT, name)) != tensor.numel():
                 wrong.append(f"{name} has {tensor.numel()} elements, there it has {size}" if size else f"{name} is not there")
-    return wrong
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ConfigurationError(f"{where}: is of another model: {'; '.join(wrong[:3])}{more}")
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by the one name each is stored under."""
-    parameters = dict(module.named_parameters())
-    buffers = {name: each for name, each in module.state_dict(keep_vars=True).items() if not isinstance(each, nn.Parameter)}
-    return {name: each.detach() for name, each in (parameters | buffers).items()}
+    return {name: each.detach() for name, each in (dict(module.named_parameters()) | buffers_of(module)).items()}
 
 
 # --- random generators ------------------------------------------------------------------------------------------------

@@ -66,9 +66,7 @@ def load(settings: Settings) -> Consolidated:
     detector = tuning.prepare(grounding_dino.skeleton(**model))
     module = instantiate(settings.task, seed=settings.train.seed).attach(detector)
     module = module.to(dtype=DTYPES[settings.precision.weights]).eval()
-    if wrong := checkpoint.misfits(module, start.folder):
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ConfigurationError(f"{where}: is of another model: {'; '.join(wrong[:3])}{more}")
+    checkpoint.check_fits(module, start.folder, where)
     try:
         checkpoint.load_weights(module, start.folder, settings.average)
     except KeyError as error:

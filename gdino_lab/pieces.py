@@ -48,14 +48,8 @@ def pieces(engine: Any, average: WeightAverage | None) -> list[Piece]:
     """All that this rank holds: parameters, buffers, fp32 copies, optimizer states and moving averages."""
     rank, ranks, stage = engine.global_rank, engine.world_size, engine.zero_optimization_stage()
     averages = {} if average is None else dict(zip(map(id, average.parameters), average.averages, strict=True))
-    parameters = dict(engine.module.named_parameters())
-    buffers = [
-        (name, tensor)
-        for name, tensor in engine.module.state_dict(keep_vars=True).items()
-        if not isinstance(tensor, nn.Parameter)
-    ]
-    found = [Piece(WEIGHT, name, 0, flat(buffer), mine=rank == 0) for name, buffer in buffers]
-    for number, (name, parameter) in enumerate(parameters.items()):
+    found = [Piece(WEIGHT, name, 0, flat(buffer), mine=rank == 0) for name, buffer in buffers_of(engine.module).items()]
+    for number, (name, parameter) in enumerate(engine.module.named_parameters()):
         my_turn = number % ranks == rank  # in storing what all ranks hold
         moves = parameter.requires_grad
         if not moves or stage > 0:  # of those that move the fp32 copy is stored, below
@@ -75,6 +69,12 @@ def pieces(engine: Any, average: WeightAverage | None) -> list[Piece]:
             else:
                 found.append(Piece(kind, name, 0, values, mine and start == 0))
     return [piece for piece in found if piece.values.numel()]
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Those that belong to the module's state."""
+    state = module.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -176,10 +176,7 @@ def weights_of_start(settings: Settings, task: Task) -> Path:
     with torch.device("meta"):
         detector = grounding_dino.skeleton(**_arguments(settings.model))
         module = task.attach(instantiate(settings.tuning).prepare(detector))
-    wrong = checkpoint.misfits(module, start.folder)
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ConfigurationError(f"train.resume_weights={asked}: is of another model: {'; '.join(wrong[:3])}{more}")
+    checkpoint.check_fits(module, start.folder, where=f"train.resume_weights={asked}")
     return start.folder
 
 

@@ -209,8 +209,9 @@ def compare(start: Start, settings: dict[str, Any], plan: dict[str, Any]) -> tup
             f"data: {stored['plan']['train_images']} training images then, {plan['train_images']} now; ask for it with "
             "train.resume_allow=[data]"
         )
+    installed = checkpoint.versions()
     for name, then in stored["versions"].items():
-        now = checkpoint.versions().get(name)
+        now = installed.get(name)
         if then != now:
             notices.append(f"version of {name}: {then} -> {now}")
     return [f"train.resume={start.folder}: {complaint}" for complaint in complaints], notices

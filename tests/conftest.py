@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -50,6 +51,14 @@ def environment() -> dict[str, str]:
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
     kept = {name: value for name, value in os.environ.items() if name not in launcher}
     return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def become_a_lone_rank() -> None:
+    """Tell this process what a launcher would tell the only rank of a run."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
 
 
 def run(command: list[str], folder: Path, timeout: float = 240, **extra: str) -> Ended:

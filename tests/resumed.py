@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import sys
 import warnings
 from collections.abc import Iterator
@@ -26,12 +25,13 @@ from gdino_lab import checkpoint, checkpoint_folder, engine, trainer
 from gdino_lab.data.loading import EpochSampler, loader
 from gdino_lab.pieces import pieces
 from gdino_lab.plan import make_plan
-from gdino_lab.run_folder import RunFolder
+from gdino_lab.run_folder import RunFolder, read_json
 from gdino_lab.settings import instantiate
 from gdino_lab.usage import Phases
-from tests.conftest import composed
+from tests.conftest import become_a_lone_rank, composed
 
 AFTER = 2  # steps
+NOT_YET = -1.0
 IMAGES = 16
 
 
@@ -74,6 +74,7 @@ def case(words: list[str] | None, words_after: list[str] | None, folder: str, be
         return result
     (path,) = checkpoint_folder.written(run_folder.checkpoints)
     checkpoint_folder.verify(path)
+    assert NOT_YET not in read_json(path / checkpoint_folder.TRAINER)["epoch_losses"]
     second = gone_on([*(words or []), *words_after], run_folder, path, before)
     result |= {"resumed": second["losses"], "counted": second["counted"]}
     for state in ("stored", "ended"):
@@ -93,6 +94,7 @@ def trained(words: list[str], folder: RunFolder, steps: int, scored: bool) -> di
     with run.averaged():
         evaluation = trainer.evaluate(run) if scored else None
     trainer.save(run, trainer.Progressed(step=steps), evaluation)
+    run.meter.epoch.append(NOT_YET)  # as training does while the checkpoint is being written
     run.engine.train()
     stored = state_of(run)
     went_on = list(losses)  # while the checkpoint is being written
@@ -120,10 +122,7 @@ def main(out: Path, cases: list, device: str = "cpu") -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        become_a_lone_rank()
     engine.start_distributed(device)
     found = [case(**each) for each in cases]
     shares = [None] * dist.get_world_size()

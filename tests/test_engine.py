@@ -13,16 +13,13 @@ from tests.conftest import run
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import json, os, socket, sys
+import json, sys
 import torch
 from gdino_lab.engine import backward_and_step, build_engine, start_distributed, step_report, whole_weights
 from gdino_lab.plan import make_plan
-from tests.conftest import composed
+from tests.conftest import become_a_lone_rank, composed
 
-with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+become_a_lone_rank()
 start_distributed("cpu")
 
 

@@ -14,23 +14,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 # Each setting twice in one process, without a probe and with one: losses, scale and weights after two steps.
 SCRIPT = """
-import gc, hashlib, json, os, socket, sys, tempfile, warnings
+import gc, hashlib, json, sys, tempfile, warnings
 from pathlib import Path
 import torch
 
 warnings.simplefilter("ignore")
-with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
 from gdino_lab import engine, probe, trainer
 from gdino_lab.data.loading import EpochSampler, loader
 from gdino_lab.plan import make_plan
 from gdino_lab.run_folder import RunFolder
 from gdino_lab.settings import instantiate
 from gdino_lab.usage import Phases
-from tests.conftest import composed
+from tests.conftest import become_a_lone_rank, composed
 
+become_a_lone_rank()
 engine.start_distributed("cpu")
 
 

@@ -16,17 +16,15 @@ from tests.gpu.test_checkpoint import COMMON
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SCRIPT = """
-import json, os, socket, sys, tempfile
+import json, sys, tempfile
 from pathlib import Path
 
-with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
 from gdino_lab import engine
 from gdino_lab.run_folder import RunFolder
 from tests import resumed
+from tests.conftest import become_a_lone_rank
 
+become_a_lone_rank()
 engine.start_distributed("cuda")
 found = []
 for words in json.loads(sys.argv[1]):

@@ -15,21 +15,18 @@ from tests.conftest import run
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SCRIPT = """
-import json, os, socket, sys, tempfile
+import json, sys, tempfile
 from pathlib import Path
 import torch
 
-with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
 from gdino_lab import engine, probe, trainer
 from gdino_lab.plan import make_plan
 from gdino_lab.run_folder import RunFolder
 from gdino_lab.settings import instantiate
 from gdino_lab.usage import Phases
-from tests.conftest import composed
+from tests.conftest import become_a_lone_rank, composed
 
+become_a_lone_rank()
 engine.start_distributed("cuda")
 found = {}
 for words in json.loads(sys.argv[1]):
