@@ -1,10 +1,10 @@
 """A checkpoint on the disk: written whole or not at all, and read only when it is as its manifest says.
 
     checkpoints/step_00000120/
-        state_<rank>.safetensors   weights, optimizer states, averages and random generators (gdino_lab/pieces.py)
-        trainer.json               progress, counters, proof, and the plan, settings and versions it belongs to
-        manifest.json              bytes and SHA-256 of each file; written last, so a folder with one was finished
-    checkpoints/last, best         links to two of these
+        state_<rank>-<part>.safetensors   weights, optimizer states, averages and random generators (gdino_lab/pieces.py)
+        trainer.json                      progress, counters, proof, and the plan, settings and versions it belongs to
+        manifest.json                     bytes and SHA-256 of each file; written last, so a folder with one was finished
+    checkpoints/last, best                links to two of these
 
 Nothing in it is a pickle, so loading runs no code of whoever wrote it.
 """
@@ -32,10 +32,12 @@ from torch import Tensor
 from gdino_lab.errors import NotSaved
 from gdino_lab.run_folder import read_json, write_json
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 LAST, BEST = "last", "best"
 CHUNK = 2**24  # bytes written and hashed at once
+PART = 2**27  # bytes a file of a share holds at most, unless a single tensor has more
+THREADS = 4  # that write or read a file each: one hashes while another writes and a third waits for the disk
 # A rank that has written its share waits this many seconds for the others'.
 PATIENCE = 1800
 # Names of dtypes in the safetensors format.
@@ -58,9 +60,10 @@ def name_of(step: int) -> str:
 
 def write_share(partial: Path, rank: int, tensors: dict[str, Tensor], trainer_state: dict[str, Any] | None) -> None:
     """This rank's files and, last, what they are: .share_<rank>.json."""
-    files = {}
-    name = f"state_{rank}.safetensors"
-    files[name] = write_tensors(partial / name, tensors)
+    parts = {f"state_{rank}-{number:03}.safetensors": part for number, part in enumerate(parts_of(tensors))}
+    with ThreadPoolExecutor(THREADS) as threads:
+        entries = threads.map(write_tensors, map(partial.joinpath, parts), parts.values())
+        files = dict(zip(parts, entries, strict=True))
     if trainer_state is not None:
         text = json.dumps(trainer_state, indent=1).encode()
         files[TRAINER] = write_bytes(partial / TRAINER, [memoryview(text)])
@@ -70,7 +73,8 @@ def write_share(partial: Path, rank: int, tensors: dict[str, Tensor], trainer_st
 def tell_failure(partial: Path, rank: int) -> None:
     """To rank 0, which waits for this rank's share. What was written of it goes first: on a full disk there is no room else."""
     with suppress(OSError):
-        (partial / f"state_{rank}.safetensors").unlink(missing_ok=True)
+        for part in partial.glob(f"state_{rank}-*.safetensors"):
+            part.unlink()
         (partial / f".failed_{rank}").touch()
 
 
@@ -122,6 +126,19 @@ def prune(folder: Path, keep: int) -> None:
             shutil.rmtree(doomed)
 
 
+def parts_of(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The same tensors in the same order, cut where PART would be exceeded."""
+    parts: list[dict[str, Tensor]] = [{}]
+    held = 0
+    for name, tensor in tensors.items():
+        if parts[-1] and held + tensor.nbytes > PART:
+            parts.append({})
+            held = 0
+        parts[-1][name] = tensor
+        held += tensor.nbytes
+    return parts
+
+
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """A safetensors file, hashed while it is written (github.com/huggingface/safetensors, "Format"); its entry in the
     manifest."""
@@ -138,15 +155,14 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def write_bytes(path: Path, parts: list[memoryview]) -> dict[str, Any]:
-    """Write, hash at the same time, and bring it to the disk; returns {"bytes", "sha256"}."""
+    """Hash, write and bring it to the disk; returns {"bytes", "sha256"}."""
     digest = hashlib.sha256()
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+    with path.open("wb", buffering=0) as file:
         for chunk in chunks(parts):
-            hashed = hasher.submit(digest.update, chunk)
+            digest.update(chunk)
             left = memoryview(chunk)
             while left:
                 left = left[file.write(left) :]
-            hashed.result()
         os.fsync(file.fileno())
     return {"bytes": sum(part.nbytes for part in parts), "sha256": digest.hexdigest()}
 
@@ -207,25 +223,35 @@ def verify(checkpoint: Path) -> None:
         raise Damaged(f"{checkpoint / MANIFEST}: cannot be read ({error})") from None
     if form != FORMAT:
         raise Damaged(f"{checkpoint / MANIFEST}: format {form}, this gdino-lab reads {FORMAT}")
-    for name, known in files.items():
-        path = checkpoint / name
-        if Path(name).name != name:
-            raise Damaged(f"{checkpoint / MANIFEST}: names a file elsewhere, {name}")
-        try:
-            size = path.stat().st_size
-            if not isinstance(known, dict) or not isinstance(known.get("sha256"), str):
-                raise Damaged(f"{checkpoint / MANIFEST}: says neither bytes nor SHA-256 of {name}")
-            if size != known.get("bytes"):
-                raise Damaged(f"{path}: has {size} bytes, the manifest says {known.get('bytes')}")
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except FileNotFoundError:
-            raise Damaged(f"{path}: is missing") from None
-        except OSError as error:
-            raise Damaged(f"{path}: cannot be read ({error.strerror})") from None
-        if digest != known["sha256"]:
-            raise Damaged(f"{path}: its SHA-256 is {digest[:12]}…, the manifest says {known['sha256'][:12]}…")
+    with ThreadPoolExecutor(THREADS) as threads:
+        for _ in threads.map(lambda name: verify_file(checkpoint, name, files[name]), sorted(files)):
+            pass  # of several damaged ones the first by name is told
     verify_form(checkpoint, manifest)
+
+
+def verify_file(checkpoint: Path, name: str, known: Any) -> None:
+    """Compare a file with what the manifest knows of it.
+
+    Raises:
+        Damaged: see `verify`.
+    """
+    path = checkpoint / name
+    if Path(name).name != name:
+        raise Damaged(f"{checkpoint / MANIFEST}: names a file elsewhere, {name}")
+    try:
+        size = path.stat().st_size
+        if not isinstance(known, dict) or not isinstance(known.get("sha256"), str):
+            raise Damaged(f"{checkpoint / MANIFEST}: says neither bytes nor SHA-256 of {name}")
+        if size != known.get("bytes"):
+            raise Damaged(f"{path}: has {size} bytes, the manifest says {known.get('bytes')}")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise Damaged(f"{path}: is missing") from None
+    except OSError as error:
+        raise Damaged(f"{path}: cannot be read ({error.strerror})") from None
+    if digest != known["sha256"]:
+        raise Damaged(f"{path}: its SHA-256 is {digest[:12]}…, the manifest says {known['sha256'][:12]}…")
 
 
 def verify_form(checkpoint: Path, manifest: dict[str, Any]) -> None:
@@ -235,8 +261,11 @@ def verify_form(checkpoint: Path, manifest: dict[str, Any]) -> None:
         Damaged: naming the file and what it is not.
     """
     listed = {name for name in manifest["files"] if name.startswith("state_")}
-    if manifest.get("ranks") != len(listed) or TRAINER not in manifest["files"]:
-        raise Damaged(f"{checkpoint / MANIFEST}: names {len(listed)} share(s) for {manifest.get('ranks')} rank(s), or no {TRAINER}")
+    shares = {name.partition("-")[0] for name in listed}
+    ranks = manifest.get("ranks")
+    if len(shares) != ranks or shares != {f"state_{rank}" for rank in range(len(shares))} or TRAINER not in manifest["files"]:
+        named = ", ".join(sorted(shares)) or "no share"
+        raise Damaged(f"{checkpoint / MANIFEST}: names {named} for {ranks} rank(s), or no {TRAINER}")
     for path in checkpoint.glob("state_*.safetensors"):
         if path.name not in listed:
             raise Damaged(f"{path}: is not in the manifest")

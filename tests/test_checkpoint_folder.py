@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -49,15 +52,32 @@ def test_parts_of_ranks_are_put_together(tmp_path: Path):
             stored.read("state/m", "b", 2, 4)
 
 
+def relist(path: Path, change: Callable[[dict], object]) -> None:
+    """Change what the manifest names."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    change(manifest["files"])
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def called(path: Path, name: str, other: str) -> None:
+    """Give a file another name, also in the manifest."""
+    (path / name).rename(path / other)
+    relist(path, lambda files: files.update({other: files.pop(name)}))
+
+
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
         (lambda path: (path / "manifest.json").unlink(), "manifest.json: is missing"),
         (lambda path: (path / "manifest.json").write_text("{"), "manifest.json: cannot be read"),
         (lambda path: (path / "manifest.json").write_text("{}"), "manifest.json: cannot be read"),
+        (lambda path: (path / "manifest.json").write_text('{"format": 1, "files": {}}'), "format 1, this gdino-lab reads 2"),
         (lambda path: (path / "trainer.json").unlink(), "trainer.json: is missing"),
-        (lambda path: (path / "state_1.safetensors").unlink(), "state_1.safetensors: is missing"),
+        (lambda path: (path / "state_1-000.safetensors").unlink(), "state_1-000.safetensors: is missing"),
         (lambda path: (path / "trainer.json").write_text("{}"), "trainer.json: has 2 bytes, the manifest says"),
+        (lambda path: relist(path, lambda files: files.pop("state_1-000.safetensors")), "names state_0 for 2 rank"),
+        (lambda path: relist(path, lambda files: files.clear()), "names no share for 2 rank"),
+        (lambda path: called(path, "state_1-000.safetensors", "state_2-000.safetensors"), "names state_0, state_2 for 2 rank"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, harm, said: str):
@@ -73,7 +93,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, harm, said: str):
 def test_any_flipped_bit_and_any_cut_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
     folder = tmp_path_factory.mktemp("harmed")
     path = made(folder)
-    file = path / data.draw(st.sampled_from(["state_0.safetensors", "state_1.safetensors", "trainer.json"]))
+    file = path / data.draw(st.sampled_from(["state_0-000.safetensors", "state_1-000.safetensors", "trainer.json"]))
     content = bytearray(file.read_bytes())
     place = data.draw(st.integers(0, len(content) - 1))
     if data.draw(st.booleans()):
@@ -84,6 +104,90 @@ def test_any_flipped_bit_and_any_cut_is_noticed(tmp_path_factory: pytest.TempPat
     with pytest.raises(Damaged, match=file.name):
         checkpoint_folder.verify(path)
     shutil.rmtree(folder)
+
+
+# --- several files a share ---
+
+
+SHARE = {
+    "weight:a:0": torch.arange(2.0),
+    "weight:b:0": torch.arange(3.0),
+    "weight:b:3": torch.arange(3.0, 9.0),
+    "weight:c:0": torch.ones(1),
+    "weight:d:0": torch.ones(3),
+    "weight:e:0": torch.ones(1),
+}
+
+
+def part(number: int) -> str:
+    return f"state_0-{number:03}.safetensors"
+
+
+@pytest.fixture
+def in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint of one rank in files of at most four numbers."""
+    monkeypatch.setattr(checkpoint_folder, "PART", 16)
+    partial = tmp_path / ".partial"
+    partial.mkdir()
+    checkpoint_folder.write_share(partial, 0, SHARE, {})
+    checkpoint_folder.commit(partial, tmp_path, step=1, ranks=1, best=False, keep=1)
+    return checkpoint_folder.written(tmp_path)[0]
+
+
+def test_a_share_is_read_back_from_its_parts(in_parts: Path):
+    checkpoint_folder.verify(in_parts)
+    held = [sorted(load_file(path)) for path in sorted(in_parts.glob("*.safetensors"))]
+    assert held == [["weight:a:0"], ["weight:b:0"], ["weight:b:3"], ["weight:c:0", "weight:d:0"], ["weight:e:0"]]
+    with Stored(in_parts) as stored:
+        for name in "abcde":
+            whole = torch.cat([tensor for key, tensor in SHARE.items() if f":{name}:" in key])
+            assert torch.equal(stored.read("weight", name, 0, len(whole)), whole)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda path: (path / part(3)).unlink(), f"{part(3)}: is missing"),
+        (lambda path: (path / part(2)).write_bytes((path / part(2)).read_bytes()[:-1] + b"?"), f"{part(2)}: its SHA-256 is"),
+        (lambda path: shutil.copy(path / part(4), path / part(5)), f"{part(5)}: is not in the manifest"),
+        (lambda path: [(path / part(number)).unlink() for number in (4, 1, 3)], f"{part(1)}: is missing"),
+    ],
+    ids=["missing", "damaged", "added", "first of several"],
+)
+def test_a_harmed_part_is_named(in_parts: Path, harm, said: str):
+    harm(in_parts)
+    with pytest.raises(Damaged, match=said):
+        checkpoint_folder.verify(in_parts)
+
+
+def test_no_part_stays_of_a_share_that_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fails(path: Path, tensors: dict) -> dict:
+        if path.name == part(2):
+            raise OSError("no room")
+        return honest(path, tensors)
+
+    honest = checkpoint_folder.write_tensors
+    monkeypatch.setattr(checkpoint_folder, "PART", 16)
+    monkeypatch.setattr(checkpoint_folder, "write_tensors", fails)
+    (tmp_path / "state_1-000.safetensors").touch()
+    with pytest.raises(OSError, match="no room"):
+        checkpoint_folder.write_share(tmp_path, 0, SHARE, {})
+    assert (tmp_path / part(0)).exists()
+    checkpoint_folder.tell_failure(tmp_path, 0)
+    assert {path.name for path in tmp_path.iterdir()} == {"state_1-000.safetensors", ".failed_0"}
+
+
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 100))
+def test_parts_hold_all_once_in_order_and_no_more_than_they_may(sizes: list[int], most: int):
+    tensors = {str(number): torch.empty(size, dtype=torch.uint8) for number, size in enumerate(sizes)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_folder, "PART", most)
+        parts = checkpoint_folder.parts_of(tensors)
+    assert [name for each in parts for name in each] == list(tensors)
+    for each in parts:
+        assert len(each) == 1 or sum(tensor.nbytes for tensor in each.values()) <= most
+    for one, other in pairwise(parts):  # none could have been spared
+        assert sum(tensor.nbytes for tensor in one.values()) + next(iter(other.values())).nbytes > most
 
 
 DTYPES = list(checkpoint_folder.DTYPES)

@@ -53,11 +53,11 @@ def test_a_run_means_its_newest_whole_checkpoint_and_says_why(tmp_path: Path):
     older, newer = written(tmp_path, step=4), written(tmp_path, step=8)
     start, said = resume.checkpoint_at("train.resume", tmp_path)
     assert (start.folder, start.step, said) == (newer.resolve(), 8, [])
-    (newer / "state_1.safetensors").write_bytes(b"short")
+    (newer / "state_1-000.safetensors").write_bytes(b"short")
     start, said = resume.checkpoint_at("train.resume", tmp_path)
     assert start.folder == older.resolve()
-    assert "state_1.safetensors" in said[0] and "older checkpoint is taken" in said[0]
-    with pytest.raises(ConfigurationError, match="state_1.safetensors: has 5 bytes"):
+    assert "state_1-000.safetensors" in said[0] and "older checkpoint is taken" in said[0]
+    with pytest.raises(ConfigurationError, match="state_1-000.safetensors: has 5 bytes"):
         resume.checkpoint_at("train.resume", newer)
     for name in ("manifest.json", "trainer.json"):
         (older / name).unlink()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gdino_lab import checkpoint, checkpoint_folder
+from gdino_lab import checkpoint_folder
 from gdino_lab.resume import newest_whole
 from tests.conftest import SMALL, environment, read_json, read_metrics
 
@@ -127,10 +127,10 @@ def flipped(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "fault"),
     [
-        ("state_0.safetensors", truncated, "bytes, the manifest says"),
-        ("state_0.safetensors", flipped, "its SHA-256 is"),
+        ("state_0-000.safetensors", truncated, "bytes, the manifest says"),
+        ("state_0-000.safetensors", flipped, "its SHA-256 is"),
         ("trainer.json", flipped, "its SHA-256 is"),
-        ("state_0.safetensors", Path.unlink, "is missing"),
+        ("state_0-000.safetensors", Path.unlink, "is missing"),
         ("manifest.json", Path.unlink, "is missing"),
         ("manifest.json", truncated, "cannot be read"),
     ],
@@ -162,7 +162,7 @@ launch.run_rank = lambda job, joined: os._exit(7)
 
 def test_run_goes_on_from_an_older_checkpoint_to_its_end(finished: Path, train: Train, tmp_path: Path):
     shutil.copytree(finished, tmp_path / "run", symlinks=True)
-    flipped(tmp_path / "run" / "checkpoints" / "step_00000006" / "state_0.safetensors")
+    flipped(tmp_path / "run" / "checkpoints" / "step_00000006" / "state_0-000.safetensors")
     train(tmp_path, "train.resume=run", *SAVING).done()
     assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
     assert losses(tmp_path / "run") == losses(finished)
@@ -199,7 +199,7 @@ import errno, os
 import gdino_lab.checkpoint_folder as checkpoint_folder
 honest = checkpoint_folder.write_tensors
 def fails(path, tensors):
-    if path.name == "state_1.safetensors" and "00000003" in path.parent.name:
+    if path.name == "state_1-000.safetensors" and "00000003" in path.parent.name:
         raise OSError(errno.EIO, "Input/output error", str(path))
     return honest(path, tensors)
 checkpoint_folder.write_tensors = fails
@@ -288,7 +288,7 @@ import os, signal
 import gdino_lab.checkpoint_folder as checkpoint_folder
 honest = checkpoint_folder.write_tensors
 def dies(path, tensors):
-    if path.name == "state_1.safetensors" and "00000003" in path.parent.name:
+    if path.name == "state_1-000.safetensors" and "00000003" in path.parent.name:
         path.write_bytes(bytes(1000))
         os.kill(os.getpid(), signal.SIGKILL)
     return honest(path, tensors)

@@ -279,8 +279,8 @@ def agree(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "refused"),
     [
-        ("state_0.safetensors", "state_0.safetensors: is no safetensors file"),
-        ("state_1.safetensors", "state_1.safetensors: is not in the manifest"),
+        ("state_0-000.safetensors", "state_0-000.safetensors: is no safetensors file"),
+        ("state_1-000.safetensors", "state_1-000.safetensors: is not in the manifest"),
         ("trainer.json", "trainer.json: is no JSON"),
         ("manifest.json", "manifest.json: cannot be read"),
         ("engine/mp_rank_00_model_states.pt", None),
