@@ -165,7 +165,7 @@ def make_states(engine: Any, source: Source) -> None:
 
 # --- counters ---------------------------------------------------------------------------------------------------------
 
-COUNTED = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+COUNTED = ("global_steps", "global_samples", "skipped_steps")
 SCALED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -184,6 +184,8 @@ def restore_counters(engine: Any, stored_counters: Mapping[str, Any]) -> None:
     """The inverse of `counters`; a loss scale that this engine has no use for is left out."""
     for name in COUNTED:
         setattr(engine, name, stored_counters[name])
+    # A checkpoint lies between two steps, and this engine may take another number of passes for each.
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     if (dynamic := getattr(engine.optimizer, "loss_scaler", None)) is not None:
         for name, value in stored_counters["loss_scaler"].items():
             if hasattr(dynamic, name):

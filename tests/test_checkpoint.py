@@ -84,10 +84,12 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, small_set: Path, r
 
 # From, to, and how far apart losses may be: rounding alone where the precision stays.
 PRECISION = "train.resume_allow=[precision]"
+# After one step of two passes an engine of four would be amid a step, if it went on counting passes.
+FOUR_IMAGES = "train.effective_batch=4"
 ELSEWHERE = [
     (["zero=stage0"], ["zero=stage2", "offload=optimizer"], 1e-5),
     (["zero=stage0", "train.ema_decay=0.9"], ["zero=stage3", "offload=optimizer_and_params", "activations=recompute"], 1e-5),
-    (["zero=stage3", "train.ema_decay=0.9"], ["zero=stage1", "offload=none", "train.micro_batch=1"], 1e-5),
+    (["zero=stage3", "train.ema_decay=0.9", FOUR_IMAGES], ["zero=stage1", "offload=none", "train.micro_batch=1"], 1e-5),
     (["zero=stage2", "precision=bf16"], ["zero=stage3"], 1e-3),
     (["zero=stage0"], ["precision=bf16", PRECISION], 0.05),
     (["zero=stage2", "precision=bf16"], ["precision=fp32", "zero=stage0", PRECISION], 0.05),
@@ -105,6 +107,7 @@ def test_on_another_stage_offload_or_precision_the_trajectory_stays(tmp_path: Pa
         {
             "words": [*COMMON, f"data.root={small_set}", *RANKS[1], *before],
             "words_after": after,
+            "before": 1 if FOUR_IMAGES in before else 2,
             "folder": str(tmp_path / str(number)),
         }
         for number, (before, after, _) in enumerate(ELSEWHERE)
@@ -117,13 +120,17 @@ def test_on_another_stage_offload_or_precision_the_trajectory_stays(tmp_path: Pa
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_on_another_number_of_ranks_the_trajectory_stays(tmp_path: Path, small_set: Path):
-    """2 -> 1, and 1 -> 2, at the same effective batch, each also changing the stage."""
+    """2 -> 1, and 1 -> 2, at the same effective batch, each also changing the stage, and the passes of a step."""
     stages = [("zero=stage3", "zero=stage0")]
 
     def cases(ranks: int, name: str, words: bool) -> list[dict]:
         return [
             {
-                name: [*COMMON, f"data.root={small_set}", *RANKS[ranks], pair[not words], "train.ema_decay=0.9"],
+                name: [
+                    *COMMON, f"data.root={small_set}", *RANKS[ranks], "train.micro_batch=1", FOUR_IMAGES, pair[not words],
+                    "train.ema_decay=0.9",
+                ],  # fmt: skip
+                "before": 1,
                 "words_after" if words else "words": None,
                 "folder": str(tmp_path / f"{ranks if words else 3 - ranks}_{number}"),
             }
