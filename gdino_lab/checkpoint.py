@@ -9,9 +9,10 @@ import platform
 import random
 import re
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
@@ -54,7 +55,7 @@ class Writer:
         engine: Any,
         average: WeightAverage | None,
         step: int,
-        trainer_state: dict[str, Any],
+        trainer_state: Callable[[], dict[str, Any]],
         own: dict[str, dict[str, Tensor]],
         best: bool = False,
         also: Callable[[], None] | None = None,
@@ -62,7 +63,8 @@ class Writer:
         """Copy the state and begin to write it. Collective.
 
         Args:
-            trainer_state: what JSON holds, of rank 0.
+            trainer_state: what JSON holds, of rank 0; asked for while the state is being copied, so it may use the model and not
+                change it.
             own: further tensors on the CPU, of this rank alone, by kind and name; see Stored.own.
             best: whether checkpoints/best is to be this one.
             also: done by rank 0 before the new checkpoint counts.
@@ -72,18 +74,18 @@ class Writer:
         """
         self.wait()
         rank = dist.get_rank()
-        tensors = copied_to_host(pieces(engine, average), engine.device)
+        updates = average.updates if average is not None else 0
+        with copied_to_host(pieces(engine, average), engine.device) as tensors:
+            kept = deepcopy(trainer_state())  # written later, when training has gone on
+            kept |= {"counters": counters(engine) | {"average_updates": updates}, "versions": versions()}
         for kind, named in (own | {RANDOM: random_state()}).items():
             tensors |= {f"{kind}/{name}:{rank}:0": tensor for name, tensor in named.items()}
-        updates = average.updates if average is not None else 0
-        trainer_state = deepcopy(trainer_state)  # written later, when training has gone on
-        trainer_state |= {"counters": counters(engine) | {"average_updates": updates}, "versions": versions()}
         partial = self.folder / f".{name_of(step)}.partial"
         self._agree(lambda: self._make_room(partial, sum(each.nbytes for each in tensors.values())))
 
         def write() -> None:
             try:
-                write_share(partial, rank, tensors, trainer_state if rank == 0 else None)
+                write_share(partial, rank, tensors, kept if rank == 0 else None)
                 if rank == 0:
                     if also is not None:
                         also()
@@ -171,19 +173,27 @@ def number_of(error: Exception) -> int | None:
     return int(told[1]) if told else getattr(error, "errno", None)
 
 
-def copied_to_host(found: list[Piece], device: torch.device) -> dict[str, Tensor]:
-    """The pieces that are this rank's to store, by the key they are stored under; copies, so that training may go on."""
+@contextmanager
+def copied_to_host(found: list[Piece], device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """The pieces that are this rank's to store, by the key they are stored under; copies, so that training may go on after the
+    block. A GPU makes them while the block runs, which may read the pieces and not change them."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        beside = torch.cuda.Stream(device)
+        beside.wait_stream(torch.cuda.current_stream(device))
     copies = {}
-    for piece in found:
-        if piece.mine:
-            values = piece.values
-            copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=device.type == "cuda")
-            copies[f"{piece.kind}:{piece.name}:{piece.start}"] = copy.copy_(values, non_blocking=True)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return copies
+    with torch.cuda.stream(beside) if on_gpu else nullcontext():
+        for piece in found:
+            if piece.mine:
+                values = piece.values
+                copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
+                copies[f"{piece.kind}:{piece.name}:{piece.start}"] = copy.copy_(values, non_blocking=True)
+    yield copies
+    if on_gpu:
+        beside.synchronize()
 
 
+@cache
 def versions() -> dict[str, str]:
     return {"gdino-lab": gdino_lab.__version__, "python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 

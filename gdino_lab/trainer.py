@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,16 @@ class Run:
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.settings.precision.weights]
+
+    @cached_property
+    def fixed_batch(self) -> Batch:
+        """The first image that is evaluated, on the CPU: what a checkpoint keeps the answers to."""
+        return self.task.collate([self.task.evaluation_set()[0, 0]])
+
+    @cached_property
+    def configured(self) -> dict[str, Any]:
+        """Plan and settings as a checkpoint holds them."""
+        return {"plan": self.plan.as_dict(), "settings": as_dict(self.settings)}
 
     def averaged(self) -> Any:
         """Inside the block the weights are those to evaluate and keep: the averages, where there are any."""
@@ -399,24 +409,24 @@ def save(
     Args:
         evaluation: of the weights as they are; None between evaluations.
     """
-    run.beat("save", state.step)
-    with run.phases("save"):
-        proof = {"digest": digest(run), "score": evaluation and evaluation.selection}
-        trainer_state = {
+
+    def trainer_state() -> dict[str, Any]:
+        return {
             "progressed": asdict(state),
             "epoch_losses": run.meter.epoch,
-            "proof": proof,
-            "plan": run.plan.as_dict(),
-            "settings": as_dict(run.settings),
+            "proof": {"digest": digest(run), "score": evaluation and evaluation.selection},
+            **run.configured,
         }
+
+    run.beat("save", state.step)
+    with run.phases("save"):
         own = {METER: run.meter.pending()}
         run.writer.save(run.engine, run.average, state.step, trainer_state, own, best, also)
 
 
 def digest(run: Run) -> Digest:
-    """What the model answers to the first image it is evaluated on. Collective under ZeRO-3."""
-    dataset = run.task.evaluation_set()
-    batch = to_device(run.task.collate([dataset[0, 0]]), run.device, run.dtype)
+    """What the model answers to the fixed image. Collective under ZeRO-3."""
+    batch = to_device(run.fixed_batch, run.device, run.dtype)
     training = run.engine.module.training
     run.engine.eval()
     with torch.no_grad():
