@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
 from gdino_lab import checkpoint_folder, postmortem
+from gdino_lab.data.loading import STOP_SIGNALS
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.machine.host import read_oom_kills
 from gdino_lab.machine.readings import Readings, read_all
@@ -41,7 +42,6 @@ STATE_OF_EXIT = {
     OUT_OF_MEMORY: "out_of_memory",
     INTERRUPTED: "interrupted",
 }
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A rank that hangs after another one failed is ended after this many seconds (torch elastic's own default is 30).
 SHUTDOWN_SECONDS = 15
 

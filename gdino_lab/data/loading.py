@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+# Of a terminal or a scheduler, to every process of a run.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class EpochSampler:
     """(epoch, index) pairs of one rank, shuffled by (seed, epoch), from the `start`-th on.
@@ -57,7 +60,7 @@ def loader(
     if workers:
         # Forked workers would inherit the engine's threads and CUDA state; spawned ones take seconds each to start.
         context = get_context("forkserver")
-        context.set_forkserver_preload(["gdino_lab.data.loco", "gdino_lab.data.detection", "torch"])
+        context.set_forkserver_preload(["gdino_lab.data.forkserver", "gdino_lab.data.loco", "gdino_lab.data.detection", "torch"])
     return DataLoader(
         dataset,
         batch_size=batch_size,
@@ -94,8 +97,8 @@ def _share(value: Any) -> None:
 
 
 def _live_as_long_as_the_rank(worker: int) -> None:
-    """A terminal's Ctrl-C reaches every process; the rank still needs its data to finish the step and save."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    """Torch has a data process listen to SIGTERM again; see gdino_lab.data.forkserver."""
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     Thread(target=_end_with_the_rank, daemon=True).start()
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 import torch
@@ -43,3 +48,42 @@ def test_every_image_is_seen_and_ranks_have_equally_many(images, world):
 def test_epochs_are_shuffled_differently_and_repeatably():
     assert places(50, 0, 1, 0) != [(0, index) for _, index in places(50, 0, 1, 1)]
     assert places(50, 0, 1, 1) == places(50, 0, 1, 1)
+
+
+READER = """
+import os, signal, time
+import torch
+from torch.utils.data import Dataset
+from gdino_lab.data.loading import EpochSampler, loader
+
+class Slow(Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, place):
+        time.sleep(0.5)
+        return torch.tensor(place)
+
+if __name__ == "__main__":
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)  # as a rank does, which ends by itself
+    dataset = Slow()
+    batches = iter(loader(dataset, EpochSampler(dataset, 0, 1, seed=0, shuffle=False), 1, 2, torch.stack, False))
+    found = [next(batches)]
+    for number in numbers:
+        os.killpg(0, number)
+    found += batches
+    del batches  # and with it its processes, which a stop signal no longer ends
+    print(torch.cat(found)[:, 1].tolist())
+"""
+
+
+@pytest.mark.slow
+def test_a_stop_signal_for_all_leaves_the_rank_its_data(tmp_path: Path):
+    """Data processes look every five seconds whether what forked them is there: reading goes on for longer than that."""
+    (tmp_path / "reader.py").write_text(READER)
+    command = [sys.executable, str(tmp_path / "reader.py")]
+    ended = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == str(list(range(32)))
