@@ -90,26 +90,19 @@ def take_steps(settings, steps: int) -> tuple[float, int]:
     import torch.distributed as dist
 
     from gdino_lab import trainer
-    from gdino_lab.engine import backward_and_step, discard
+    from gdino_lab.engine import discard
     from gdino_lab.plan import make_plan
     from gdino_lab.run_folder import RunFolder
-    from gdino_lab.scoring import to_device
     from gdino_lab.usage import Phases
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     plan = make_plan(settings, 64, ranks)
     run = trainer.build(settings, plan, RunFolder(Path(tempfile.mkdtemp())), lambda: False, Phases())
-    run.engine.train()
     dataset = run.task.train_set()
-    losses = []
-    for step in range(steps):
-        mine = [dataset[0, (2 * step + index) % 64] for index in range(rank, 2, ranks)]
-        batch = run.task.collate(mine)
-        per_pass = trainer.mean_count(run, [batch])
-        batch = to_device(batch, run.device, run.dtype)
-        loss = sum(run.task.losses(run.engine(**batch["inputs"]), batch, per_pass).values())
-        backward_and_step(run.engine, loss)
-        losses.append(loss.detach().float())
+    batches = (
+        run.task.collate([dataset[0, (2 * step + index) % 64] for index in range(rank, 2, ranks)]) for step in range(steps)
+    )
+    losses = [sum(terms.values()).float() for terms in trainer.steps(run, batches, steps)]
     value = torch.stack(losses[-AVERAGED:]).mean()
     dist.all_reduce(value)
     skipped = int(run.engine.skipped_steps)

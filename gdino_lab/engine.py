@@ -15,6 +15,8 @@ from transformers import get_scheduler
 from gdino_lab.plan import Plan
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+# Gradients that overflow under this loss scale do so under any.
+SMALLEST_SCALE = 2.0**-8
 
 
 def start_distributed(device: str) -> None:
@@ -82,24 +84,46 @@ def discard(engine: Any) -> None:
         engine.optimizer.__dict__.clear()
 
 
-def backward_and_step(engine: Any, loss: Tensor) -> None:
-    """Backward of one micro-batch and, at the end of an accumulation, the optimizer's step."""
+def backward_and_step(engine: Any, loss: Tensor) -> bool:
+    """Backward of one micro-batch and, at the end of an accumulation, the optimizer's step.
+
+    Returns:
+        Whether gradients overflowed under the loss scale: then the step was not taken, and the scale is lower now.
+
+    Raises:
+        FloatingPointError: they overflow under every loss scale.
+    """
     engine.backward(loss)
-    scaler, boundary = _partitioned_autocast_scaler(engine), engine.is_gradient_accumulation_boundary()
-    if boundary and engine.device.type == "cuda" and engine.zero_use_cpu_optimizer():
-        torch.cuda.synchronize(engine.device)  # gradients are copied to the host without waiting, and read there next
-    if scaler is None or not boundary:
+    if not engine.is_gradient_accumulation_boundary():
         engine.step()
-        return
-    # DeepSpeed clips the *scaled* gradients of fp16 autocast and never lowers the scale after an overflow.
-    engine.optimizer.clip_grad = engine.gradient_clipping() * scaler.get_scale()
-    engine.step()
-    if engine.optimizer.overflow:
-        scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+        return False
+    if engine.device.type == "cuda" and engine.zero_use_cpu_optimizer():
+        torch.cuda.synchronize(engine.device)  # gradients are copied to the host without waiting, and read there next
+    before, scaler = engine.skipped_steps, autocast_scaler(engine)
+    if scaler is None:
+        engine.step()
+    elif _partitioned_autocast_scaler(engine) is not None:
+        # DeepSpeed clips the *scaled* gradients of fp16 autocast and never lowers the scale after an overflow.
+        engine.optimizer.clip_grad = engine.gradient_clipping() * scaler.get_scale()
+        engine.step()
+        if engine.optimizer.overflow:
+            scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+    else:
+        # At stage 0 it neither counts a skipped step nor keeps the schedule from going on.
+        scale, schedule, engine.lr_scheduler = scaler.get_scale(), engine.lr_scheduler, None
+        engine.step()
+        engine.lr_scheduler = schedule
+        if scaler.get_scale() < scale:
+            engine.skipped_steps += 1
+        else:
+            schedule.step()
+    if scaler is not None and scaler.get_scale() < SMALLEST_SCALE:
+        raise FloatingPointError("gradients overflow: loss scale already at minimum")  # DeepSpeed's words for fp16 weights
+    return engine.skipped_steps > before
 
 
 def _partitioned_autocast_scaler(engine: Any) -> Any:
-    """The loss scaler of fp16 autocast under ZeRO, or None; at stage 0 DeepSpeed handles its own rightly."""
+    """The loss scaler of fp16 autocast under ZeRO, or None."""
     return getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
@@ -120,8 +144,7 @@ def set_autocast_scale(engine: Any, scale: float) -> None:
 def step_report(engine: Any) -> dict[str, float]:
     """lr, skipped_steps and, where known, grad_norm and loss_scale after the last step."""
     report = {"lr": float(engine.get_lr()[0]), "skipped_steps": int(engine.skipped_steps)}
-    scaler = _partitioned_autocast_scaler(engine)
-    norm = engine.get_global_grad_norm()
+    scaler, norm = autocast_scaler(engine), engine.get_global_grad_norm()
     if norm is not None:
         report["grad_norm"] = float(norm) / (scaler.get_scale() if scaler else 1.0)
     if scaler is not None:

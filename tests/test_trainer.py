@@ -1,16 +1,17 @@
-"""What a checkpoint says of the moment it is saved: asked for while the state is copied, kept when training goes on."""
+"""Steps that overflow, and what a checkpoint says of the moment it is saved."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import SMALL, run
 
-SCRIPT = """
+SAVING = """
 import json, sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,12 +57,57 @@ for step in (1, 2):
 print("RESULT", json.dumps({"order": order, "kept": answers}))
 """
 
+OVERFLOWING = """
+import json, sys
+from pathlib import Path
+from gdino_lab import engine, trainer
+from gdino_lab.plan import make_plan
+from gdino_lab.run_folder import RunFolder
+from gdino_lab.settings import instantiate
+from gdino_lab.usage import Phases
+from tests.conftest import become_a_lone_rank, composed
+
+become_a_lone_rank()
+engine.start_distributed("cpu")
+found = []
+for autocast in (None, "fp16"):
+    settings = composed(*json.loads(sys.argv[1]))
+    settings.precision.autocast = autocast  # refused on a CPU, where it is slow, but works
+    instantiate(settings.data).prepare()
+    made = trainer.build(settings, make_plan(settings, 16, 1), RunFolder(Path("run")), lambda: False, Phases())
+    if autocast:
+        engine.set_autocast_scale(made.engine, 2.0**40)
+    dataset, read = made.task.train_set(), []
+
+    def batches():
+        for index in range(100):
+            read.append(index)
+            yield made.task.collate([dataset[0, index % 16]])
+
+    losses = [sum(terms.values()).item() for terms in trainer.steps(made, batches(), 4)]
+    found.append([losses, len(read), engine.step_report(made.engine)["skipped_steps"], trainer.this_step(made)])
+print("RESULT", json.dumps(found))
+"""
+
+
+def told(script: str, words: list[str], folder: Path) -> Any:
+    root = str(Path(__file__).parents[1])
+    ended = run([sys.executable, "-c", script, json.dumps(words)], folder, PYTHONPATH=root).assert_done()
+    return json.loads(next(line for line in ended.out.splitlines() if line.startswith("RESULT"))[7:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_that_overflowed_is_taken_again_with_the_same_images(stage: int, tmp_path: Path, small_set: Path):
+    words = [*SMALL, f"data.root={small_set}", f"zero=stage{stage}", "train.micro_batch=1", "train.effective_batch=2"]
+    plain, half = told(OVERFLOWING, [*words, "train.ema_decay=0.5"], tmp_path)
+    assert half[0] == pytest.approx(plain[0], rel=0.02) and len(set(plain[0])) == 4
+    assert (half[1], plain[1]) == (8, 8) and (half[3], plain[3]) == (5, 5)
+    assert half[2] > 5 and plain[2] == 0
+
 
 @pytest.mark.slow
 def test_answers_are_asked_for_while_the_state_is_copied_and_the_image_read_once(tmp_path: Path, small_set: Path):
-    words = [*SMALL, f"data.root={small_set}"]
-    root = str(Path(__file__).parents[1])
-    ended = run([sys.executable, "-c", SCRIPT, json.dumps(words)], tmp_path, PYTHONPATH=root).assert_done()
-    found = json.loads(next(line for line in ended.out.splitlines() if line.startswith("RESULT"))[7:])
+    found = told(SAVING, [*SMALL, f"data.root={small_set}"], tmp_path)
     assert found["order"] == ["copying", "asked", "image read", "copied", "copying", "asked", "copied"]
     assert found["kept"] == [[1, [1.0], True], [2, [2.0], True]]
