@@ -299,21 +299,35 @@ def steps(run: Run, batches: Any, count: int) -> Iterator[dict[str, Tensor]]:
     run.engine.train()
     batches = iter(batches)
     for _ in range(count):
-        sums: Counter[str] = Counter()
-        run.beat("read data", run.engine.global_steps + 1)
+        run.beat("read data", this_step(run))
         passes = [next(batches) for _ in range(run.plan.accumulation)]
-        run.beat("train", run.engine.global_steps + 1)
+        run.beat("train", this_step(run))
         per_pass = mean_count(run, passes)
-        while passes:
-            batch = to_device(passes.pop(0), run.device, run.dtype)
-            run.beat("train", run.engine.global_steps + 1)
-            terms = finite_losses(run, batch, per_pass)
-            backward_and_step(run.engine, sum(terms.values()))
-            for name, term in terms.items():
-                sums[name] += term.detach() / run.plan.accumulation
+        # With gradients that overflowed it is taken again under a lower loss scale: every precision sees the same images.
+        while (terms := try_step(run, passes, per_pass)) is None:
+            pass
         if run.average is not None:
             run.average.update()
-        yield dict(sums)
+        yield terms
+
+
+def this_step(run: Run) -> int:
+    """Number of the step being taken; the engine counts those that overflowed too."""
+    return run.engine.global_steps - run.engine.skipped_steps + 1
+
+
+def try_step(run: Run, passes: list[Batch], per_pass: float) -> dict[str, Tensor] | None:
+    """One optimizer step's loss terms; None where its gradients overflowed, so that it was not taken."""
+    sums: Counter[str] = Counter()
+    overflowed = False
+    for batch in passes:
+        batch = to_device(batch, run.device, run.dtype)
+        run.beat("train", this_step(run))
+        terms = finite_losses(run, batch, per_pass)
+        overflowed = backward_and_step(run.engine, sum(terms.values()))
+        for name, term in terms.items():
+            sums[name] += term.detach() / run.plan.accumulation
+    return None if overflowed else dict(sums)
 
 
 def finite_losses(run: Run, batch: Batch, per_pass: float) -> dict[str, Tensor]:
@@ -342,7 +356,7 @@ def finite_losses(run: Run, batch: Batch, per_pass: float) -> dict[str, Tensor]:
     bad = [name for name, term in terms.items() if not math.isfinite(term)]
     terms.clear()  # and with them the activations: a second forward needs their room
     found = where_not_finite(run, batch)
-    raise NotFinite({} if mine else {"what": "loss", "step": run.engine.global_steps + 1, "terms": bad} | found)
+    raise NotFinite({} if mine else {"what": "loss", "step": this_step(run), "terms": bad} | found)
 
 
 def where_not_finite(run: Run, batch: Batch) -> dict[str, Any]:
@@ -521,6 +535,8 @@ def evaluate(run: Run) -> Evaluation:
     """Every sample of the evaluation set once, shared among the ranks, scored by the task on each rank alike."""
     run.engine.eval()
     records = records_of(run.engine, run.task, beating(run, run.evaluation_batches), run.device, run.dtype)
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()  # training cuts memory into other pieces: under a tight limit those of before are in its way
     shares: list[list] = [records]
     if run.plan.world_size > 1:  # alone, gloo's copy of a large message would leave OpenMP at half speed for good
         shares = [[] for _ in range(run.plan.world_size)]
@@ -533,12 +549,12 @@ def evaluate(run: Run) -> Evaluation:
         if "contains NaN" not in str(error) and "contains infinity" not in str(error):
             raise
         found = where_not_finite(run, to_device(next(iter(run.evaluation_batches)), run.device, run.dtype))
-        raise NotFinite({"what": "evaluation", "step": run.engine.global_steps, "terms": []} | found) from None
+        raise NotFinite({"what": "evaluation", "step": this_step(run) - 1, "terms": []} | found) from None
 
 
 def beating(run: Run, batches: Any) -> Iterator[Batch]:
     for batch in batches:
-        run.beat("evaluate", run.engine.global_steps)
+        run.beat("evaluate", this_step(run) - 1)
         yield batch
 
 
