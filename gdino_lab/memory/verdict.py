@@ -8,6 +8,9 @@ from gdino_lab.plan import BYTES, bucket_elements, zero_stage
 from gdino_lab.settings import Settings
 from gdino_lab.tasks.protocol import Table, Task
 
+# What CUDA's context and kernels, and NCCL's buffers, take of a card: for one rank and for several (H200, docs/two_gpus.md).
+OUTSIDE_OF_ONE, OUTSIDE_OF_SEVERAL = 1.7 * 2**30, 2.1 * 2**30
+
 
 def table(found: Forecast) -> Table:
     """Every term, GPU and host, of one rank; all ranks are alike."""
@@ -36,6 +39,11 @@ def words(settings: Settings, task: Task, found: Forecast, ranks: int) -> list[s
         f"It fits {gib(found.limit)} GiB with {gib(spare)} GiB to spare."
         if spare >= 0
         else f"It does NOT fit {gib(found.limit)} GiB: {gib(-spare)} GiB too much."
+    )
+    outside = OUTSIDE_OF_ONE if ranks == 1 else OUTSIDE_OF_SEVERAL
+    said.append(
+        f"CUDA and NCCL take about {outside / 2**30:.1f} GiB besides (on an H200; docs/two_gpus.md)"
+        + (f", so a card of {gib(found.limit)} GiB in all may not hold it." if 0 <= spare < outside else ".")
     )
     most = largest_micro_batch(settings, task, found, ranks)
     said.append(f"The largest micro-batch that fits: {most}." if most else "Not even one image fits.")
