@@ -29,6 +29,8 @@ CASES = [
     ["zero=stage3", "offload=none", "precision=bf16_autocast", "activations=recompute"],
     ["zero=stage3", "offload=optimizer_and_params", "precision=fp16"],
 ]
+# What one rounding changes. Two runs may differ by less by chance, and a third by more.
+ROUNDING = {"fp32": 2e-7, "tf32": 1e-3, "fp16": 1e-3, "bf16": 8e-3}
 
 
 def test_a_resume_is_as_near_as_two_resumes_are_to_each_other(tmp_path: Path):
@@ -46,4 +48,5 @@ def test_a_resume_is_as_near_as_two_resumes_are_to_each_other(tmp_path: Path):
         own = max(abs(a / b - 1) for a, b in zip(result["resumed"], result["again"], strict=True))
         off = max(abs(a / b - 1) for a, b in zip(result["went_on"], result["resumed"], strict=True))
         print(f"{' '.join(case)}: resumed {off:.2e}, run to run {own:.2e}")
-        assert off <= 10 * max(own, 1e-6), case
+        precision = next(word for word in case if word.startswith("precision=")).removeprefix("precision=")
+        assert off <= max(10 * own, ROUNDING[precision.removesuffix("_autocast")]), case

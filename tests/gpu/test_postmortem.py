@@ -67,11 +67,10 @@ def dies_of(deed: str, tmp_path: Path) -> dict:
 
 
 @contextmanager
-def card_taken(leave: int):
+def card_taken(leave: int, card: int = 0):
     """Another process holds the card but for about `leave` bytes; yields its process id."""
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(leave)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command, environment = [sys.executable, "-c", HOLDER, str(leave)], os.environ | {"CUDA_VISIBLE_DEVICES": str(card)}
+    holder = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "holds\n"
         yield holder.pid
