@@ -202,10 +202,17 @@ def versions() -> dict[str, str]:
 
 
 def load(engine: Any, average: WeightAverage | None, checkpoint: Path) -> dict[str, Any]:
-    """Restore engine, average and random generators from a checkpoint that is whole; returns the trainer's state."""
+    """Restore engine, average and random generators from a checkpoint that is whole; returns the trainer's state.
+
+    Raises:
+        ConfigurationError: it lacks a tensor of this model.
+    """
     trainer_state = read_json(checkpoint / TRAINER)
     with Stored(checkpoint) as stored:
-        put_back(engine, average, stored)
+        try:
+            put_back(engine, average, stored)
+        except KeyError as error:
+            raise ConfigurationError(f"train.resume: {error.args[0]}; it is of another model") from None
         restore_counters(engine, trainer_state["counters"])
         if average is not None and stored.names(AVERAGE):
             average.updates = trainer_state["counters"]["average_updates"]

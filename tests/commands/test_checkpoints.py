@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load
 
 from gdino_lab import checkpoint_folder
 from gdino_lab.resume import newest_whole
+from gdino_lab.run_folder import RunFolder, write_json
 from tests.conftest import SMALL, environment, read_json, read_metrics
 
 pytestmark = pytest.mark.slow
@@ -158,6 +162,39 @@ import os
 import gdino_lab.launch as launch
 launch.run_rank = lambda job, joined: os._exit(7)
 """
+
+
+def test_a_tensor_that_is_not_there_is_named(finished: Path, train: Train, tmp_path: Path):
+    """A checkpoint that is whole by its manifest, but not all of this model."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    newest = run / "checkpoints" / "step_00000006"
+    tensors = load((newest / "state_0-000.safetensors").read_bytes())
+    gone = next(key for key in tensors if key.startswith("weight:") and "encoder" in key)
+    del tensors[gone]
+    manifest = read_json(newest / "manifest.json")
+    manifest["files"]["state_0-000.safetensors"] = checkpoint_folder.write_tensors(newest / "state_0-000.safetensors", tensors)
+    write_json(newest / "manifest.json", manifest)
+    refused = train(tmp_path, f"train.resume={newest}", "train.max_steps=8", "run_dir=second")
+    assert refused.codes == [2], refused.text
+    assert f"holds no weight of {gone.split(':')[1]} from element 0" in refused.text
+    assert read_json(tmp_path / "second" / "status.json")["kind"] == "refused"
+
+
+def test_a_run_that_goes_on_is_not_taken_from_under_it(finished: Path, train: Train, tmp_path: Path):
+    shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    RunFolder(tmp_path / "run").write_status("running", pid=os.getpid(), host=socket.gethostname())
+    refused = train(tmp_path, "train.resume=run", "train.max_steps=8")
+    assert refused.codes == [2] and "this run is still going on; stop it first" in refused.text
+    assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+
+
+def test_weights_alone_start_another_run(finished: Path, train: Train, tmp_path: Path):
+    text = train(tmp_path, f"train.resume_weights={finished}", "train.max_steps=1", "optimizer.lr=1e-6", "run_dir=second").done()
+    second = tmp_path / "second"
+    score = "auroc_validation_edits/mean"
+    assert read_metrics(second, "untuned")[0][score] == read_metrics(finished, "epoch")[-1][score], text
+    assert steps(second) == [1]
 
 
 def test_run_goes_on_from_an_older_checkpoint_to_its_end(finished: Path, train: Train, tmp_path: Path):
