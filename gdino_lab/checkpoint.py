@@ -202,17 +202,10 @@ def versions() -> dict[str, str]:
 
 
 def load(engine: Any, average: WeightAverage | None, checkpoint: Path) -> dict[str, Any]:
-    """Restore engine, average and random generators from a checkpoint that is whole; returns the trainer's state.
-
-    Raises:
-        ConfigurationError: it lacks a tensor of this model.
-    """
+    """Restore engine, average and random generators from a checkpoint that is whole; returns the trainer's state."""
     trainer_state = read_json(checkpoint / TRAINER)
     with Stored(checkpoint) as stored:
-        try:
-            put_back(engine, average, stored)
-        except KeyError as error:
-            raise ConfigurationError(f"train.resume: {error.args[0]}; it is of another model") from None
+        put_back(engine, average, stored)
         restore_counters(engine, trainer_state["counters"])
         if average is not None and stored.names(AVERAGE):
             average.updates = trainer_state["counters"]["average_updates"]
@@ -239,7 +232,7 @@ def load_weights(module: nn.Module, checkpoint: Path, averages: bool = False) ->
 
 
 def check_fits(module: nn.Module, checkpoint: Path, where: str) -> None:
-    """Before `load_weights`.
+    """Before `load` or `load_weights`.
 
     Raises:
         ConfigurationError: naming `where`, and tensors that are not in the checkpoint or have another size there.

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from gdino_lab import checkpoint, resume, settings as settings_module
 from gdino_lab.errors import ConfigurationError
-from gdino_lab.memory.forecast import forecast
+from gdino_lab.memory.forecast import forecast, skeleton_of
 from gdino_lab.models import grounding_dino
 from gdino_lab.models.anomaly_detector import level_sizes
 from gdino_lab.models.tuning import Tuning
@@ -42,8 +42,11 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
             plan = make_plan(settings, data.train_size(), world_size, schedule_as_written(settings, start))
             found, said = differences(settings, plan, start)
             complaints, notices = complaints + found, notices + said
-        if settings.train.resume_weights is not None and task is not None and not complaints:
-            settings.train.resume_weights = str(weights_of_start(settings, task))
+        if task is not None and not complaints:
+            if settings.train.resume_weights is not None:
+                settings.train.resume_weights = str(weights_of_start(settings, task))
+            elif start is not None:
+                check_weights(settings, task, start.folder, where=f"train.resume={start.folder}")
     except ConfigurationError as error:
         complaints += error.complaints
     asked = settings.run_dir or run_dir or (start and start.run)
@@ -173,11 +176,15 @@ def weights_of_start(settings: Settings, task: Task) -> Path:
     """
     asked = settings.train.resume_weights
     start, _ = resume.checkpoint_at("train.resume_weights", Path(asked))
-    with torch.device("meta"):
-        detector = grounding_dino.skeleton(**_arguments(settings.model))
-        module = task.attach(instantiate(settings.tuning).prepare(detector))
-    checkpoint.check_fits(module, start.folder, where=f"train.resume_weights={asked}")
+    check_weights(settings, task, start.folder, where=f"train.resume_weights={asked}")
     return start.folder
+
+
+def check_weights(settings: Settings, task: Task, folder: Path, where: str) -> None:
+    """As `checkpoint.check_fits`, before there is a model."""
+    with torch.device("meta"):
+        module = skeleton_of(settings, task)
+    checkpoint.check_fits(module, folder, where)
 
 
 def tracker_complaints(settings: Settings) -> list[str]:
