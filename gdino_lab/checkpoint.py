@@ -188,9 +188,11 @@ def copied_to_host(found: list[Piece], device: torch.device) -> Iterator[dict[st
                 values = piece.values
                 copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
                 copies[f"{piece.kind}:{piece.name}:{piece.start}"] = copy.copy_(values, non_blocking=True)
-    yield copies
-    if on_gpu:
-        beside.synchronize()
+    try:
+        yield copies
+    finally:
+        if on_gpu:
+            beside.synchronize()
 
 
 @cache

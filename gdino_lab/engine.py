@@ -15,8 +15,6 @@ from transformers import get_scheduler
 from gdino_lab.plan import Plan
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-# Gradients that overflow under this loss scale do so under any.
-SMALLEST_SCALE = 2.0**-8
 
 
 def start_distributed(device: str) -> None:
@@ -88,10 +86,7 @@ def backward_and_step(engine: Any, loss: Tensor) -> bool:
     """Backward of one micro-batch and, at the end of an accumulation, the optimizer's step.
 
     Returns:
-        Whether gradients overflowed under the loss scale: then the step was not taken, and the scale is lower now.
-
-    Raises:
-        FloatingPointError: they overflow under every loss scale.
+        Whether the step was not taken, for a gradient that is not finite; the loss scale, where there is one, is lower then.
     """
     engine.backward(loss)
     if not engine.is_gradient_accumulation_boundary():
@@ -117,8 +112,6 @@ def backward_and_step(engine: Any, loss: Tensor) -> bool:
             engine.skipped_steps += 1
         else:
             schedule.step()
-    if scaler is not None and scaler.get_scale() < SMALLEST_SCALE:
-        raise FloatingPointError("gradients overflow: loss scale already at minimum")  # DeepSpeed's words for fp16 weights
     return engine.skipped_steps > before
 
 
@@ -141,16 +134,21 @@ def set_autocast_scale(engine: Any, scale: float) -> None:
         scaler.update(scale)
 
 
+def loss_scale(engine: Any) -> float | None:
+    """What gradients are multiplied by to fit into fp16; None in other precisions."""
+    if (scaler := autocast_scaler(engine)) is not None:
+        return scaler.get_scale()
+    return float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None
+
+
 def step_report(engine: Any) -> dict[str, float]:
     """lr, skipped_steps and, where known, grad_norm and loss_scale after the last step."""
     report = {"lr": float(engine.get_lr()[0]), "skipped_steps": int(engine.skipped_steps)}
-    scaler, norm = autocast_scaler(engine), engine.get_global_grad_norm()
+    norm, scale = engine.get_global_grad_norm(), loss_scale(engine)
     if norm is not None:
-        report["grad_norm"] = float(norm) / (scaler.get_scale() if scaler else 1.0)
-    if scaler is not None:
-        report["loss_scale"] = scaler.get_scale()
-    elif engine.fp16_enabled():
-        report["loss_scale"] = float(engine.optimizer.cur_scale)
+        report["grad_norm"] = float(norm) / (scale if _partitioned_autocast_scaler(engine) else 1.0)
+    if scale is not None:
+        report["loss_scale"] = scale
     return report
 
 

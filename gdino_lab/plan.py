@@ -148,6 +148,7 @@ def deepspeed_config(settings: Settings, accumulation: int, world_size: int) -> 
     if precision.weights == "bf16":
         config["bf16"] = {"enabled": True}
     if precision.weights == "fp16":
+        # hysteresis 1: each overflow lowers the scale, or the step would be taken again under the same.
         config["fp16"] = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 500, "hysteresis": 1}
     if precision.autocast:
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[precision.autocast]

@@ -86,8 +86,8 @@ def diagnose(error: BaseException, readings: Readings, settings: Settings) -> Di
         # The process group's own patience, where `train.hang_minutes` is off or longer.
         return Diagnosis(HANG, f"another rank never came: {cause_of(root)}", {}, hang_cure([], settings))
     if "loss scale already at minimum" in said:
-        cause = "gradients overflowed in fp16 at every loss scale down to the smallest"
-        return Diagnosis(NOT_FINITE, cause, {}, not_finite_cure({}, settings))
+        cause = "gradients overflowed in fp16 at every loss scale down to 1"
+        return Diagnosis(NOT_FINITE, cause, {"loss_scale": 1.0}, not_finite_cure({}, settings))
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     if isinstance(root, torch.distributed.DistError) or any(text in said for text in lost):
         return Diagnosis(LOST_PEER, cause_of(root))

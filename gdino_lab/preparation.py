@@ -43,10 +43,10 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
             found, said = differences(settings, plan, start)
             complaints, notices = complaints + found, notices + said
         if task is not None and not complaints:
-            if settings.train.resume_weights is not None:
-                settings.train.resume_weights = str(weights_of_start(settings, task))
-            elif start is not None:
+            if start is not None:
                 check_weights(settings, task, start.folder, where=f"train.resume={start.folder}")
+            elif settings.train.resume_weights is not None:
+                settings.train.resume_weights = str(weights_of_start(settings, task))
     except ConfigurationError as error:
         complaints += error.complaints
     asked = settings.run_dir or run_dir or (start and start.run)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gdino_lab import checkpoint, checkpoint_folder
 from gdino_lab.checkpoint import Writer
 from gdino_lab.data.loading import EpochSampler, loader
-from gdino_lab.engine import backward_and_step, build_engine, step_report, whole_weights
+from gdino_lab.engine import backward_and_step, build_engine, loss_scale, step_report, whole_weights
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.meters import GradientWatch, Meter
 from gdino_lab.models.average import WeightAverage
@@ -42,6 +42,8 @@ from gdino_lab.usage import Phases, host_peak_bytes, peak_bytes_by_rank
 
 log = logging.getLogger(__name__)
 
+# A gradient that is not finite under this loss scale is not for any.
+SMALLEST_SCALE = 2.0**-8
 # Under which a checkpoint keeps the losses since the last line of metrics.jsonl.
 METER = "meter"
 
@@ -303,9 +305,10 @@ def steps(run: Run, batches: Any, count: int) -> Iterator[dict[str, Tensor]]:
         passes = [next(batches) for _ in range(run.plan.accumulation)]
         run.beat("train", this_step(run))
         per_pass = mean_count(run, passes)
-        # With gradients that overflowed it is taken again under a lower loss scale: every precision sees the same images.
+        # With a gradient that overflowed it is taken again under a lower loss scale: every precision sees the same images.
         while (terms := try_step(run, passes, per_pass)) is None:
             pass
+        del passes
         if run.average is not None:
             run.average.update()
         yield terms
@@ -317,17 +320,25 @@ def this_step(run: Run) -> int:
 
 
 def try_step(run: Run, passes: list[Batch], per_pass: float) -> dict[str, Tensor] | None:
-    """One optimizer step's loss terms; None where its gradients overflowed, so that it was not taken."""
-    sums: Counter[str] = Counter()
-    overflowed = False
+    """One optimizer step's loss terms; None where a gradient overflowed, so that it was not taken and the loss scale is lower.
+
+    Raises:
+        NotFinite: a gradient is not, and it is not for the loss scale.
+    """
+    scale, sums = loss_scale(run.engine), Counter()
     for batch in passes:
         batch = to_device(batch, run.device, run.dtype)
         run.beat("train", this_step(run))
         terms = finite_losses(run, batch, per_pass)
-        overflowed = backward_and_step(run.engine, sum(terms.values()))
+        not_taken = backward_and_step(run.engine, sum(terms.values()))
         for name, term in terms.items():
             sums[name] += term.detach() / run.plan.accumulation
-    return None if overflowed else dict(sums)
+    if not not_taken:
+        return dict(sums)
+    if scale is None or not SMALLEST_SCALE <= loss_scale(run.engine) < scale:
+        identity = str([each for batch in passes for each in batch["identity"]])
+        raise NotFinite({"what": "gradient", "step": this_step(run), "terms": [], "inputs": [], "identity": identity})
+    return None
 
 
 def finite_losses(run: Run, batch: Batch, per_pass: float) -> dict[str, Tensor]:

@@ -61,22 +61,16 @@ for stage in range(4):
     moved = (whole_weights(engine)["weight"] - before).norm().item()
     report = step_report(engine)
     found[stage] = [scales, overflowed, report["skipped_steps"], engine.lr_scheduler.last_epoch, moved, report.get("grad_norm")]
-    try:
-        for _ in range(30):
-            backward_and_step(engine, engine(ones).float().sum() * 1e36)
-    except FloatingPointError as error:
-        found[stage].append(str(error))
 """,
         tmp_path,
     )
     assert len(found) == 4
-    for scales, overflowed, skipped, scheduled, moved, norm, ended in found.values():
+    for scales, overflowed, skipped, scheduled, moved, norm in found.values():
         assert scales == [65536.0, 32768.0, 16384.0, 16384.0]
         assert overflowed == [True, True, False] and (skipped, scheduled) == (2, 2)
         # Gradient of the sum is one for each of 4 weights and the bias, norm sqrt(5), clipped to 1e-3; lr 0.1.
         assert moved == pytest.approx(0.1 * 1e-3 * 2 / 5**0.5, rel=0.02)
         assert norm is None or norm == pytest.approx(5**0.5, rel=0.01)  # DeepSpeed tells none at stage 0
-        assert "loss scale already at minimum" in ended
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

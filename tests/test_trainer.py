@@ -85,7 +85,8 @@ for autocast in (None, "fp16"):
             yield made.task.collate([dataset[0, index % 16]])
 
     losses = [sum(terms.values()).item() for terms in trainer.steps(made, batches(), 4)]
-    found.append([losses, len(read), engine.step_report(made.engine)["skipped_steps"], trainer.this_step(made)])
+    counts = [len(read), trainer.this_step(made) - 1, made.average.updates, made.engine.lr_scheduler.last_epoch]
+    found.append([losses, counts, engine.step_report(made.engine)["skipped_steps"]])
 print("RESULT", json.dumps(found))
 """
 
@@ -102,8 +103,54 @@ def test_a_step_that_overflowed_is_taken_again_with_the_same_images(stage: int, 
     words = [*SMALL, f"data.root={small_set}", f"zero=stage{stage}", "train.micro_batch=1", "train.effective_batch=2"]
     plain, half = told(OVERFLOWING, [*words, "train.ema_decay=0.5"], tmp_path)
     assert half[0] == pytest.approx(plain[0], rel=0.02) and len(set(plain[0])) == 4
-    assert (half[1], plain[1]) == (8, 8) and (half[3], plain[3]) == (5, 5)
+    assert half[1] == plain[1] == [8, 4, 4, 4]  # batches, steps, averages, the schedule's steps
     assert half[2] > 5 and plain[2] == 0
+
+
+POISONED = """
+import json, sys
+from pathlib import Path
+from gdino_lab import engine, trainer
+from gdino_lab.models.not_finite import NotFinite
+from gdino_lab.plan import make_plan
+from gdino_lab.run_folder import RunFolder
+from gdino_lab.settings import instantiate
+from gdino_lab.usage import Phases
+from tests.conftest import become_a_lone_rank, composed
+
+become_a_lone_rank()
+engine.start_distributed("cpu")
+found = {}
+for stage, weights, autocast in ((0, "fp32", None), (0, "fp32", "fp16"), (2, "fp32", None), (2, "bf16", None), (3, "fp32", "fp16")):
+    settings = composed(*json.loads(sys.argv[1]), f"zero=stage{stage}")
+    settings.precision.weights, settings.precision.autocast = weights, autocast
+    instantiate(settings.data).prepare()
+    made = trainer.build(settings, make_plan(settings, 16, 1), RunFolder(Path("run")), lambda: False, Phases())
+    honest, dataset = made.task.losses, made.task.train_set()
+
+    def poisoned(*arguments):
+        terms = honest(*arguments)
+        return terms | {"poison": (0 * sum(terms.values())).sqrt()}  # itself 0, its gradient NaN
+
+    made.task.losses = poisoned
+    try:
+        list(trainer.steps(made, iter([made.task.collate([dataset[0, index]]) for index in range(4)]), 4))
+    except NotFinite as error:
+        found[f"{stage} {weights} {autocast}"] = [error.figures["what"], error.figures["step"], error.figures["identity"]]
+    engine.discard(made.engine)
+print("RESULT", json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_ends_the_run_in_every_precision(tmp_path: Path, small_set: Path):
+    words = [*SMALL, f"data.root={small_set}", "train.micro_batch=1", "train.effective_batch=1", "train.clip_norm=0"]
+    found = told(POISONED, words, tmp_path)
+    assert len(found) == 5
+    for case, (what, step, identity) in found.items():
+        # At stage 0 DeepSpeed does not look at gradients: the weights break, and the next loss.
+        assert (what, step) == (("loss", 2) if case == "0 fp32 None" else ("gradient", 1)), case
+        assert identity != "[]"
 
 
 @pytest.mark.slow

@@ -40,10 +40,11 @@ def words(settings: Settings, task: Task, found: Forecast, ranks: int) -> list[s
         if spare >= 0
         else f"It does NOT fit {gib(found.limit)} GiB: {gib(-spare)} GiB too much."
     )
-    outside = OUTSIDE_OF_ONE if ranks == 1 else OUTSIDE_OF_SEVERAL
+    outside, card = OUTSIDE_OF_ONE if ranks == 1 else OUTSIDE_OF_SEVERAL, settings.hardware.memory_gib
+    too_small = card is not None and spare >= 0 and found.peak + outside > card * 2**30
     said.append(
         f"CUDA and NCCL take about {outside / 2**30:.1f} GiB besides (on an H200; docs/two_gpus.md)"
-        + (f", so a card of {gib(found.limit)} GiB in all may not hold it." if 0 <= spare < outside else ".")
+        + (f", so a card of {card:g} GiB may not hold it." if too_small else ".")
     )
     most = largest_micro_batch(settings, task, found, ranks)
     said.append(f"The largest micro-batch that fits: {most}." if most else "Not even one image fits.")

@@ -1,4 +1,4 @@
-"""A loss, or an evaluation, that is NaN or infinite, and the module where that began."""
+"""A loss, gradient or evaluation that is NaN or infinite, and the module where that began."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 class NotFinite(FloatingPointError):
-    """The loss, or an evaluation, is NaN or infinite.
+    """The loss, a gradient or an evaluation is NaN or infinite.
 
-    `figures`: what (loss or evaluation), step, terms (of the loss that are not finite), inputs (of the model that are
+    `figures`: what (loss, gradient or evaluation), step, terms (of the loss that are not finite), inputs (of the model that are
     not), identity (of the batch), and what find_not_finite found; empty where only another rank's loss is not finite.
     """
 

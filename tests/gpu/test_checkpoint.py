@@ -30,7 +30,7 @@ CASES = [
     ["zero=stage3", "offload=optimizer_and_params", "precision=fp16"],
 ]
 # What one rounding changes. Two runs may differ by less by chance, and a third by more.
-ROUNDING = {"fp32": 2e-7, "tf32": 1e-3, "fp16": 1e-3, "bf16": 8e-3}
+ROUNDING = {"fp32": 2e-7, "tf32": 5e-4, "fp16": 5e-4, "bf16": 4e-3}
 
 
 def test_a_resume_is_as_near_as_two_resumes_are_to_each_other(tmp_path: Path):

@@ -69,7 +69,8 @@ def dies_of(deed: str, tmp_path: Path) -> dict:
 @contextmanager
 def card_taken(leave: int, card: int = 0):
     """Another process holds the card but for about `leave` bytes; yields its process id."""
-    command, environment = [sys.executable, "-c", HOLDER, str(leave)], os.environ | {"CUDA_VISIBLE_DEVICES": str(card)}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    command, environment = [sys.executable, "-c", HOLDER, str(leave)], os.environ | {"CUDA_VISIBLE_DEVICES": seen[card]}
     holder = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "holds\n"

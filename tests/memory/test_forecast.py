@@ -65,8 +65,8 @@ def test_words_name_the_dominant_term_and_the_verdict():
     said = " ".join(verdict.words(settings, task, replace(plain, limit=plain.peak // 2), 1))
     assert "does NOT fit" in said
     for spare, ranks, warned in ((1.6, 1, True), (1.8, 1, False), (1.8, 2, True), (2.2, 2, False), (-0.1, 1, False)):
-        tight = replace(plain, limit=plain.peak + int(spare * 2**30))
-        assert ("in all may not hold it" in " ".join(verdict.words(settings, task, tight, ranks))) == warned
+        tight = replace(plain, peak=int((24 - spare) * 2**30))
+        assert ("a card of 24 GiB may not hold it" in " ".join(verdict.words(settings, task, tight, ranks))) == warned
     assert "Not even one image fits" in " ".join(verdict.words(settings, task, replace(plain, limit=2**20), 1))
 
 
