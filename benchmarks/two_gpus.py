@@ -1,10 +1,11 @@
 """The seed's first four attempts and how training scales, on two GPUs beside one: Grounding DINO tiny at 800x1333.
 
     python benchmarks/two_gpus.py measure OUT [--ranks 2 1]     on two GPUs: writes OUT/measured.jsonl
-    python benchmarks/two_gpus.py compare MEASURED.jsonl        anywhere: predicts each cell and prints docs/two_gpus.md's tables
+    python benchmarks/two_gpus.py compare MEASURED.jsonl        anywhere: predicts each cell, prints docs/two_gpus.md's tables
 
-A cell takes optimizer steps on worst-case batches; its peak is torch.cuda.max_memory_allocated over all but the first step, its speed
-that of the median step. Memory outside the allocator is what the driver counts as taken on the card less what the allocator holds.
+A cell takes optimizer steps on worst-case batches; its peak is torch.cuda.max_memory_allocated over all but the first step,
+its speed that of the median step. Memory outside the allocator is what the driver counts as taken on the card less what the
+allocator holds.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def cells() -> list[dict]:
     found = [
         {
             "table": "rungs", "name": name, "ranks": ranks, "batch": 1,
-            "words": [f"hardware=rtx3090_{'dual' if ranks == 2 else 'single'}", *words, "precision=fp32", "train.micro_batch=1", "train.effective_batch=4"],
+            "words": [
+                f"hardware=rtx3090_{'dual' if ranks == 2 else 'single'}", *words, "precision=fp32", "train.micro_batch=1",
+                "train.effective_batch=4",
+            ],
         }
         for name, ranks, words in RUNGS
     ]  # fmt: skip
@@ -136,7 +140,7 @@ def work(out: Path) -> None:
         try:
             found = measure_one(cell)
         except torch.cuda.OutOfMemoryError as error:
-            note(out, rank, cell | {"error": str(error).splitlines()[0]})
+            print(f"rank {rank}, {cell['name']}: {str(error).splitlines()[0]}", flush=True)
             os._exit(1)  # the other rank waits for this one
         note(out, rank, cell | found)
         gc.collect()
@@ -154,7 +158,9 @@ def measure(out: Path, ranks: list[int]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for count in ranks:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--rdzv-backend", "c10d"]
-        subprocess.run([*launcher, "--rdzv-endpoint", "localhost:0", __file__, "work", str(out)])
+        done = subprocess.run([*launcher, "--rdzv-endpoint", "localhost:0", __file__, "work", str(out)])
+        if done.returncode:
+            print(f"on {count} GPU(s) not all cells were measured, see above", flush=True)
 
 
 def predict(cell: dict) -> int:
@@ -180,9 +186,10 @@ def compare(rows: list[dict]) -> None:
     speed = {
         (row["table"], row["name"], row["ranks"], row["batch"]): row["images"] / statistics.median(row["seconds"][1:])
         for row in rows
-        if "seconds" in row
+        if row["table"] != "outside"
     }
-    print("\n| | GPUs | predicted GiB | measured GiB by rank | error | outside, GiB by rank | images/s |\n|---|---|---|---|---|---|---|")
+    print("\n| | GPUs | predicted GiB | measured GiB by rank | error | outside, GiB by rank | images/s |")
+    print("|---|---|---|---|---|---|---|")
     for row in (each for each in rows if each["table"] == "rungs"):
         rate = speed["rungs", row["name"], row["ranks"], 1]
         predicted, peak = predict(row), max(each["peak"] for each in row["per_rank"])
@@ -191,7 +198,8 @@ def compare(rows: list[dict]) -> None:
             f"| {row['name']} | {row['ranks']} | {gib(predicted)} | {of_ranks(row, 'peak')} | {error} | "
             f"{of_ranks(row, 'outside')} | {rate:.2f} |"
         )
-    print("\n| | batch a GPU | 1 GPU, images/s | 2 GPUs | ratio | GiB of a rank, 1 GPU | 2 GPUs (predicted) |\n|---|---|---|---|---|---|---|")
+    print("\n| | batch a GPU | 1 GPU, images/s | 2 GPUs | ratio | GiB of a rank, 1 GPU | 2 GPUs (predicted) |")
+    print("|---|---|---|---|---|---|---|")
     scaling = {(row["name"], row["ranks"], row["batch"]): row for row in rows if row["table"] == "scaling"}
     for (name, ranks, batch), two in scaling.items():
         one = scaling.get((name, 1, batch))

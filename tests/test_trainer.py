@@ -121,7 +121,8 @@ from tests.conftest import become_a_lone_rank, composed
 become_a_lone_rank()
 engine.start_distributed("cpu")
 found = {}
-for stage, weights, autocast in ((0, "fp32", None), (0, "fp32", "fp16"), (2, "fp32", None), (2, "bf16", None), (3, "fp32", "fp16")):
+cases = ((0, "fp32", None), (0, "fp32", "fp16"), (2, "fp32", None), (2, "bf16", None), (3, "fp32", "fp16"))
+for stage, weights, autocast in cases:
     settings = composed(*json.loads(sys.argv[1]), f"zero=stage{stage}")
     settings.precision.weights, settings.precision.autocast = weights, autocast
     instantiate(settings.data).prepare()

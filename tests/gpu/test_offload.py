@@ -39,7 +39,8 @@ PRECISIONS = {"fp32": 1e-3, "fp16_autocast": 1e-2}
 
 def test_offload_changes_no_step(tmp_path: Path):
     (tmp_path / "offload.py").write_text(SCRIPT)
-    ways = [["zero=stage2", "offload=none"], *[["zero=stage2", "offload=optimizer"]] * 2, ["zero=stage3", "offload=optimizer_and_params"]]
+    twice = [["zero=stage2", "offload=optimizer"]] * 2
+    ways = [["zero=stage2", "offload=none"], *twice, ["zero=stage3", "offload=optimizer_and_params"]]
     words = [
         [f"data.root={tmp_path / 'set'}", *COMMON, f"precision={precision}", *way] for precision in PRECISIONS for way in ways
     ]

@@ -1,4 +1,4 @@
-"""Two GPUs over NCCL: the losses of one, a checkpoint carried from one number to the other, and a card that somebody else fills."""
+"""Two GPUs over NCCL: the losses of one, a checkpoint carried between the two numbers, a card that somebody else fills."""
 
 from __future__ import annotations
 
