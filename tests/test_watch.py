@@ -83,6 +83,7 @@ def test_readings_are_those_before_a_rank_went(folder):
     assert looking.readings().host is kept[0]
 
 
+@pytest.mark.slow
 def test_hanging_rank_is_asked_for_its_stack_and_killed(folder):
     """In a process of its own; the thread that merely waits is not what is shown."""
     looking, reported = watch.Watch(folder, settings(0.001)), []

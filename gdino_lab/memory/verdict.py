@@ -40,15 +40,18 @@ def words(settings: Settings, task: Task, found: Forecast, ranks: int) -> list[s
         if spare >= 0
         else f"It does NOT fit {gib(found.limit)} GiB: {gib(-spare)} GiB too much."
     )
-    outside, card = OUTSIDE_OF_ONE if ranks == 1 else OUTSIDE_OF_SEVERAL, settings.hardware.memory_gib
-    too_small = card is not None and spare >= 0 and found.peak + outside > card * 2**30
-    said.append(
-        f"CUDA and NCCL take about {outside / 2**30:.1f} GiB besides (on an H200; docs/two_gpus.md)"
-        + (f", so a card of {card:g} GiB may not hold it." if too_small else ".")
-    )
+    said.append(outside_words(settings, found, ranks))
     most = largest_micro_batch(settings, task, found, ranks)
     said.append(f"The largest micro-batch that fits: {most}." if most else "Not even one image fits.")
     return said
+
+
+def outside_words(settings: Settings, found: Forecast, ranks: int) -> str:
+    """What a card has to hold besides, and whether that may be too much for one that the prediction fits."""
+    outside, card = OUTSIDE_OF_ONE if ranks == 1 else OUTSIDE_OF_SEVERAL, settings.hardware.memory_gib
+    too_much = card is not None and found.fits and found.peak + outside > card * 2**30
+    warning = f", so a card of {card:g} GiB may not hold it" if too_much else ""
+    return f"CUDA and NCCL take about {outside / 2**30:.1f} GiB besides (on an H200; docs/two_gpus.md){warning}."
 
 
 def largest_micro_batch(settings: Settings, task: Task, found: Forecast, ranks: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from rich.text import Text
 
 from gdino_lab.commands.doctor import row_of
@@ -16,6 +17,7 @@ SUBJECTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_doctor_says_all_in_time(gdino, tmp_path):
     start = time.monotonic()
     ended = gdino("doctor", COLUMNS="160")

@@ -62,12 +62,17 @@ def test_words_name_the_dominant_term_and_the_verdict():
     plain, settings, task = found()
     said = " ".join(verdict.words(settings, task, plain, 1))
     assert "activations dominate" in said and "It fits 24.00 GiB" in said and "ZeRO-0 is as good as any" in said
+    assert verdict.outside_words(settings, plain, 1) in said
     said = " ".join(verdict.words(settings, task, replace(plain, limit=plain.peak // 2), 1))
     assert "does NOT fit" in said
+    assert "Not even one image fits" in " ".join(verdict.words(settings, task, replace(plain, limit=2**20), 1))
+
+
+def test_what_is_taken_besides_may_be_too_much_for_the_card():
+    plain, settings, task = found()
     for spare, ranks, warned in ((1.6, 1, True), (1.8, 1, False), (1.8, 2, True), (2.2, 2, False), (-0.1, 1, False)):
         tight = replace(plain, peak=int((24 - spare) * 2**30))
-        assert ("a card of 24 GiB may not hold it" in " ".join(verdict.words(settings, task, tight, ranks))) == warned
-    assert "Not even one image fits" in " ".join(verdict.words(settings, task, replace(plain, limit=2**20), 1))
+        assert ("a card of 24 GiB may not hold it" in verdict.outside_words(settings, tight, ranks)) == warned
 
 
 def test_a_copy_of_the_checkpoint_is_counted_for_each_rank():

@@ -86,6 +86,7 @@ def test_names_and_weights_stay(pair):
     model.load_state_dict(after, strict=True)
 
 
+@pytest.mark.slow
 def test_every_layer_is_covered_and_is_run_twice(pair):
     _, twin, batch, count = pair
     layers = [module for module in twin.modules() if type(module).__name__ in LAYERS]
