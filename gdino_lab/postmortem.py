@@ -117,9 +117,9 @@ def _allocator(said: str, readings: Readings, settings: Settings) -> Diagnosis:
         }
         figures = {name: value for name, value in known.items() if value is not None} | figures
         figures["others"] = _holders(device, figures.get("others", []))
-    asked, unallocated = figures.get("asked_bytes"), figures.get("unallocated_bytes")
+    asked, unallocated, cure = figures.get("asked_bytes"), figures.get("unallocated_bytes"), memory_cure(settings)
     if asked is None:
-        return Diagnosis(ALLOCATOR, said.splitlines()[0] if said else ALLOCATOR, figures, memory_cure(settings))
+        return Diagnosis(ALLOCATOR, said.splitlines()[0] if said else ALLOCATOR, figures, cure)
     cause = f"torch's allocator was asked for {amount(asked)}"
     if "total_bytes" in figures and "free_bytes" in figures:
         where = f" on GPU {figures['gpu']}" if "gpu" in figures else ""
@@ -131,10 +131,11 @@ def _allocator(said: str, readings: Readings, settings: Settings) -> Diagnosis:
     if unallocated is not None:
         cause += f" and {amount(unallocated)} in pieces between ({100 * figures['fragmentation']:.0f} % of what it reserved)"
         if unallocated >= asked:
-            cause += ", which PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in front of the command joins"
+            cause += ", enough if they were one"
+            cure = f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in front of the command, which joins pieces; or {cure}"
     if figures.get("others"):
         cause += f"; {_told(figures['others'])}"
-    return Diagnosis(ALLOCATOR, cause, figures, memory_cure(settings))
+    return Diagnosis(ALLOCATOR, cause, figures, cure)
 
 
 SIZE = r"([\d.]+) ?(bytes|KiB|MiB|GiB|TiB|PiB)"
