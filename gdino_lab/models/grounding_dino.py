@@ -96,8 +96,11 @@ def skeleton(architecture: str, pretrained: str | None = None, config: dict[str,
     return model_class(config_class(**config or {}))
 
 
-def build_processor(pretrained: str | None = None, **_: Any) -> GroundingDinoProcessor:
+def build_processor(pretrained: str | None = None, local_files_only: bool = False, **_: Any) -> GroundingDinoProcessor:
     """The processor that belongs to `build(pretrained=...)`; a node's other arguments do not matter to it.
+
+    Args:
+        local_files_only: a folder or the cache, without asking the hub.
 
     Raises:
         ConfigurationError: it cannot be found.
@@ -106,16 +109,18 @@ def build_processor(pretrained: str | None = None, **_: Any) -> GroundingDinoPro
         return random_weights_processor()
     try:
         # Not `use_fast`: the torchvision processor is not installed, and PIL's needs nothing more.
-        return AutoProcessor.from_pretrained(pretrained, backend="pil", trust_remote_code=False)
+        return AutoProcessor.from_pretrained(
+            pretrained, backend="pil", trust_remote_code=False, local_files_only=local_files_only
+        )
     except (OSError, ValueError) as error:
         raise _cannot_load(pretrained, error) from None
 
 
 def any_processor(pretrained: str | None = None, **rest: Any) -> GroundingDinoProcessor:
-    """The processor that belongs to the model or, where it cannot be had, the shipped one: prompts come out about as
-    long."""
+    """The processor that belongs to the model or, where it is not on this machine, the shipped one: prompts come out about
+    as long."""
     try:
-        return build_processor(pretrained, **rest)
+        return build_processor(pretrained, local_files_only=True, **rest)
     except ConfigurationError:
         return random_weights_processor()
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from gdino_lab.commands.main import main
+from tests.conftest import environment
 
 
 @pytest.fixture
@@ -45,3 +48,14 @@ def test_what_is_refused_of_a_run_is_refused_of_its_plan(call):
     for words, said in ((["plan.format=xml"], "plan.format=xml"), (["tuning.freeze=[nonsense]"], "nonsense")):
         code, _, err = call(*words)
         assert code == 2 and said in err
+
+
+@pytest.mark.slow
+def test_the_hub_is_not_asked(tmp_path):
+    """Where it cannot be reached each file would be tried for half a minute."""
+    words = ["model=grounding_dino_tiny", "hardware=rtx3090_dual", "data.image_size=[800,1333]"]
+    unreachable = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "gdino_lab", "plan", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment() | unreachable, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0 and "It fits 24.00 GiB" in done.stdout
+    assert "127.0.0.1" not in done.stdout + done.stderr
