@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def build(
         raise ConfigurationError(complaints)
     try:
         # Of a folder without safetensors the pickle, read by an unpickler that makes tensors and nothing else.
-        model = model_class.from_pretrained(pretrained, dtype="float32", weights_only=True)
+        model = here_first(partial(model_class.from_pretrained, pretrained, dtype="float32", weights_only=True))
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise _cannot_load(pretrained, error) from None
     return model, build_processor(pretrained)
@@ -96,11 +97,17 @@ def skeleton(architecture: str, pretrained: str | None = None, config: dict[str,
     return model_class(config_class(**config or {}))
 
 
-def build_processor(pretrained: str | None = None, local_files_only: bool = False, **_: Any) -> GroundingDinoProcessor:
-    """The processor that belongs to `build(pretrained=...)`; a node's other arguments do not matter to it.
+def here_first(load: Callable[..., Any]) -> Any:
+    """`load` from a folder or the cache and only where that does not do from the hub: one that cannot be reached is tried for
+    half a minute a file."""
+    try:
+        return load(local_files_only=True)
+    except OSError:
+        return load()
 
-    Args:
-        local_files_only: a folder or the cache, without asking the hub.
+
+def build_processor(pretrained: str | None = None, **_: Any) -> GroundingDinoProcessor:
+    """The processor that belongs to `build(pretrained=...)`; a node's other arguments do not matter to it.
 
     Raises:
         ConfigurationError: it cannot be found.
@@ -108,21 +115,25 @@ def build_processor(pretrained: str | None = None, local_files_only: bool = Fals
     if pretrained is None:
         return random_weights_processor()
     try:
-        # Not `use_fast`: the torchvision processor is not installed, and PIL's needs nothing more.
-        return AutoProcessor.from_pretrained(
-            pretrained, backend="pil", trust_remote_code=False, local_files_only=local_files_only
-        )
+        return here_first(_processor_of(pretrained))
     except (OSError, ValueError) as error:
         raise _cannot_load(pretrained, error) from None
 
 
-def any_processor(pretrained: str | None = None, **rest: Any) -> GroundingDinoProcessor:
+def any_processor(pretrained: str | None = None, **_: Any) -> GroundingDinoProcessor:
     """The processor that belongs to the model or, where it is not on this machine, the shipped one: prompts come out about
     as long."""
-    try:
-        return build_processor(pretrained, local_files_only=True, **rest)
-    except ConfigurationError:
+    if pretrained is None:
         return random_weights_processor()
+    try:
+        return _processor_of(pretrained)(local_files_only=True)
+    except (OSError, ValueError):
+        return random_weights_processor()
+
+
+def _processor_of(pretrained: str) -> Callable[..., GroundingDinoProcessor]:
+    # Not `use_fast`: the torchvision processor is not installed, and PIL's needs nothing more.
+    return partial(AutoProcessor.from_pretrained, pretrained, backend="pil", trust_remote_code=False)
 
 
 def _cannot_load(pretrained: str, error: Exception) -> ConfigurationError:

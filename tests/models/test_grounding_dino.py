@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,22 @@ def test_the_saved_processor_reloads_and_prepares_an_image(folders):
 
 
 # --- what cannot work -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_what_is_cached_is_loaded_without_asking_the_hub(folders, tmp_path):
+    """Where it cannot be reached each file would be tried for half a minute."""
+    cached = tmp_path / "hub" / "models--somebody--model"
+    shutil.copytree(folders["grounding_dino"], cached / "snapshots" / "0123")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123")
+    unreachable = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    script = "from gdino_lab.models.grounding_dino import build\nprint(type(build('grounding_dino', 'somebody/model')[0]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | unreachable, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and "GroundingDinoForObjectDetection" in done.stdout, done.stderr
+    assert "127.0.0.1" not in done.stderr
 
 
 def test_sound_arguments_have_no_complaints(folders):
