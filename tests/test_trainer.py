@@ -57,10 +57,11 @@ for step in (1, 2):
 print("RESULT", json.dumps({"order": order, "kept": answers}))
 """
 
-OVERFLOWING = """
+BUILDING = """
 import json, sys
 from pathlib import Path
 from gdino_lab import engine, trainer
+from gdino_lab.models.not_finite import NotFinite
 from gdino_lab.plan import make_plan
 from gdino_lab.run_folder import RunFolder
 from gdino_lab.settings import instantiate
@@ -69,12 +70,22 @@ from tests.conftest import become_a_lone_rank, composed
 
 become_a_lone_rank()
 engine.start_distributed("cpu")
+
+
+def built(words, weights, autocast):
+    settings = composed(*words)
+    settings.precision.weights, settings.precision.autocast = weights, autocast  # fp16 is refused on a CPU, where it is slow
+    instantiate(settings.data).prepare()
+    return trainer.build(settings, make_plan(settings, 16, 1), RunFolder(Path("run")), lambda: False, Phases())
+
+
+words = json.loads(sys.argv[1])
+"""
+
+OVERFLOWING = BUILDING + """
 found = []
 for autocast in (None, "fp16"):
-    settings = composed(*json.loads(sys.argv[1]))
-    settings.precision.autocast = autocast  # refused on a CPU, where it is slow, but works
-    instantiate(settings.data).prepare()
-    made = trainer.build(settings, make_plan(settings, 16, 1), RunFolder(Path("run")), lambda: False, Phases())
+    made = built(words, "fp32", autocast)
     if autocast:
         engine.set_autocast_scale(made.engine, 2.0**40)
     dataset, read = made.task.train_set(), []
@@ -107,26 +118,11 @@ def test_a_step_that_overflowed_is_taken_again_with_the_same_images(stage: int, 
     assert half[2] > 5 and plain[2] == 0
 
 
-POISONED = """
-import json, sys
-from pathlib import Path
-from gdino_lab import engine, trainer
-from gdino_lab.models.not_finite import NotFinite
-from gdino_lab.plan import make_plan
-from gdino_lab.run_folder import RunFolder
-from gdino_lab.settings import instantiate
-from gdino_lab.usage import Phases
-from tests.conftest import become_a_lone_rank, composed
-
-become_a_lone_rank()
-engine.start_distributed("cpu")
+POISONED = BUILDING + """
 found = {}
 cases = ((0, "fp32", None), (0, "fp32", "fp16"), (2, "fp32", None), (2, "bf16", None), (3, "fp32", "fp16"))
 for stage, weights, autocast in cases:
-    settings = composed(*json.loads(sys.argv[1]), f"zero=stage{stage}")
-    settings.precision.weights, settings.precision.autocast = weights, autocast
-    instantiate(settings.data).prepare()
-    made = trainer.build(settings, make_plan(settings, 16, 1), RunFolder(Path("run")), lambda: False, Phases())
+    made = built([*words, f"zero=stage{stage}"], weights, autocast)
     honest, dataset = made.task.losses, made.task.train_set()
 
     def poisoned(*arguments):
