@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MASTER, MOMENTS = 4, 8  # bytes a parameter: the fp32 copy, and Adam's two moments
+AT_ONCE = 500_000_000  # gradients that stage 0 copies into one flat tensor to reduce them, on one rank too
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def states(
     moving, share = sizes.moving, -(-sizes.moving // ranks)
     weights = weight_bytes * sizes.total
     if stage == 0:
-        flat = weight_bytes * moving if ranks > 1 else 0  # gradients are reduced in one flat copy
+        flat = weight_bytes * min(moving, AT_ONCE)
         return States({"weights": weights, "optimizer": MOMENTS * moving}, {}, True, flat, {})
     optimizer = {"fp32 copies": MASTER * share, "optimizer": MOMENTS * share}
     buckets = {"buckets": weight_bytes * bucket}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gdino_lab.memory.states import Sizes, states
+from gdino_lab.memory.states import AT_ONCE, Sizes, states
 
 P, L, BUCKET = 1_000_000, 100_000, 1000
 SIZES = Sizes(P, P, L)
@@ -50,3 +50,9 @@ def test_gradients_stay_where_the_stage_leaves_them():
 def test_frozen_parameters_have_weights_only():
     held = device(0, sizes=Sizes(P, P // 100, L)).device
     assert held == {"weights": 4 * P, "optimizer": 8 * P // 100}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stage_0_reduces_in_a_flat_copy_of_the_gradients(ranks: int):
+    assert device(0, ranks=ranks).step == 4 * P  # 20 bytes a parameter with weights, moments and gradients
+    assert device(0, ranks=ranks, sizes=Sizes(10**9, 10**9, L)).step == 4 * AT_ONCE
