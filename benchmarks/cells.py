@@ -1,6 +1,6 @@
 """Does every cell train? Stage x precision x offload x ranks x task x activations, 20 steps each on the nano model.
 
-    python benchmarks/cells.py --out docs/cells.md [--steps N] [--device cpu|cuda] [--ranks 1 2] [--jobs N]
+    python benchmarks/cells.py --out docs/cells.md [--steps N] [--device cpu|cuda] [--ranks 1 2] [--jobs N] [--precisions fp32 ...]
 
 A model is trained for each task first, so that the cells fine-tune as users do. Every cell takes the same batches (effective
 batch 2) from its weights; its mean loss over the last 5 steps is set beside that of fp32 at stage 0 on one rank. Cells that
@@ -14,10 +14,12 @@ import gc
 import json
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 
@@ -40,11 +42,11 @@ def common(task: str, device: str) -> list[str]:
     return [f"hardware={'cpu' if device == 'cpu' else 'h200_single'}", f"task={task}", *size, *augment]
 
 
-def train_first(task: str, device: str, folder: Path) -> None:
-    """The weights that the cells of `task` start from: `folder`/model."""
+def train_first(task: str, device: str, folder: Path) -> subprocess.Popen:
+    """What makes the weights that the cells of `task` start from: `folder`/model."""
     words = [*common(task, device), "precision=fp32", f"run_dir={folder}", "train.epochs=10", "train.micro_batch=8"]
     command = [sys.executable, "-m", "gdino_lab", "train", *words, "train.effective_batch=8", "train.probe=false"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
 def overrides(cell: dict, device: str, ranks: int, trained: Path) -> list[str]:
@@ -64,9 +66,9 @@ def overrides(cell: dict, device: str, ranks: int, trained: Path) -> list[str]:
     ]
 
 
-def cells() -> list[dict]:
+def cells(precisions: list[str]) -> list[dict]:
     keys = ("task", "activations", "stage", "precision", "offload")
-    return [dict(zip(keys, each, strict=True)) for each in product(TASKS, ACTIVATIONS, STAGES, PRECISIONS, OFFLOADS)]
+    return [dict(zip(keys, each, strict=True)) for each in product(TASKS, ACTIVATIONS, STAGES, precisions, OFFLOADS)]
 
 
 def composed(cell: dict, device: str, ranks: int, trained: Path):
@@ -114,8 +116,9 @@ def take_steps(settings, steps: int) -> tuple[float, int]:
     return value.item() / ranks, skipped
 
 
-def work(out: Path, device: str, steps: int, trained: Path, share: slice) -> None:
+def work(arguments: argparse.Namespace, out: Path, trained: Path, share: slice) -> None:
     """One rank: its share of the cells in turn."""
+    device = arguments.device
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ["DS_ACCELERATOR"] = device
@@ -129,7 +132,7 @@ def work(out: Path, device: str, steps: int, trained: Path, share: slice) -> Non
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     start_distributed(device)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    for number, cell in list(enumerate(cells()))[share]:
+    for number, cell in list(enumerate(cells(arguments.precisions)))[share]:
         row = {"number": number, "ranks": ranks, **cell}
         settings = composed(cell, device, ranks, trained)
         if isinstance(settings, str):
@@ -137,7 +140,7 @@ def work(out: Path, device: str, steps: int, trained: Path, share: slice) -> Non
         else:
             instantiate(settings.data).prepare()
             try:
-                row["loss"], row["skipped"] = take_steps(settings, steps)
+                row["loss"], row["skipped"] = take_steps(settings, arguments.steps)
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         if rank == 0:
@@ -145,7 +148,7 @@ def work(out: Path, device: str, steps: int, trained: Path, share: slice) -> Non
                 file.write(json.dumps(row) + "\n")
 
 
-def table(rows: list[dict], device: str, steps: int) -> str:
+def table(rows: list[dict], steps: int) -> str:
     reference = {
         row["task"]: row["loss"]
         for row in rows
@@ -171,7 +174,7 @@ def table(rows: list[dict], device: str, steps: int) -> str:
     spread = "\n".join(f"- {name}: {100 * off:.3f} % (tolerance {100 * TOLERANCE[name]:g} %)" for name, off in worst.items())
     return f"""# Every cell
 
-`python benchmarks/cells.py --out docs/cells.md --steps {steps} --device {device}`: {len(lines) - failed} cells train, {failed} fail,
+`python benchmarks/cells.py {shlex.join(sys.argv[1:])}`: {len(lines) - failed} cells train, {failed} fail,
 {outside} end outside their precision's tolerance, {sum(map(len, refused.values()))} are refused.
 
 Farthest from fp32 at stage 0 on one rank, mean loss over steps {steps - AVERAGED + 1} to {steps}:
@@ -194,34 +197,38 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="processes, or pairs of ranks, that share the cells")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--work", nargs=3, metavar=("PART", "TRAINED", "JOB"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if "fp32" not in arguments.precisions:
+        parser.error("--precisions: fp32, which the others are compared with, has to be one of them")
     if arguments.work:
         part, trained, job = arguments.work
-        work(Path(part), arguments.device, arguments.steps, Path(trained), slice(int(job), None, arguments.jobs))
+        work(arguments, Path(part), Path(trained), slice(int(job), None, arguments.jobs))
         return
     with tempfile.TemporaryDirectory() as scratch:
-        for task in TASKS:
-            train_first(task, arguments.device, Path(scratch) / task)
+        ended(train_first(task, arguments.device, Path(scratch) / task) for task in TASKS)
         rows = []
         for ranks in arguments.ranks:
             rows += measured(arguments, ranks, Path(scratch))
-            arguments.out.write_text(table(rows, arguments.device, arguments.steps))
+            arguments.out.write_text(table(rows, arguments.steps))
 
 
 def measured(arguments: argparse.Namespace, ranks: int, scratch: Path) -> list[dict]:
     """The rows of all cells on `ranks` ranks, in order."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
     launcher += ["--rdzv-endpoint", "localhost:0", __file__, "--out", str(arguments.out), "--jobs", str(arguments.jobs)]
-    launcher += ["--steps", str(arguments.steps), "--device", arguments.device]
+    launcher += ["--steps", str(arguments.steps), "--device", arguments.device, "--precisions", *arguments.precisions]
     parts = [scratch / f"rows_{ranks}_{job}.jsonl" for job in range(arguments.jobs)]
-    processes = [
-        subprocess.Popen([*launcher, "--work", str(part), str(scratch), str(job)]) for job, part in enumerate(parts)
-    ]
-    if any([process.wait() for process in processes]):
-        raise SystemExit("a job failed; its message is above")
+    ended(subprocess.Popen([*launcher, "--work", str(part), str(scratch), str(job)]) for job, part in enumerate(parts))
     rows = [json.loads(line) for part in parts for line in part.read_text().splitlines()]
     return sorted(rows, key=lambda row: row["number"])
+
+
+def ended(processes: Iterable[subprocess.Popen]) -> None:
+    """Once all have; they run side by side."""
+    if any([process.wait() for process in list(processes)]):
+        raise SystemExit("a process failed; its message is above")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, schedule_n
         lambda step, rate=rate: rate(min(step, plan.schedule_steps)) for rate in scheduler.lr_lambdas
     ]
     scalars = give_scalars_a_dimension(module)
+    forget_other_engines()
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,
@@ -53,6 +54,16 @@ def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, schedule_n
         # With gradients on the CPU torch would copy a GPU's scale there without waiting for it, and unscale by what it finds.
         scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
     return engine
+
+
+def forget_other_engines() -> None:
+    """What DeepSpeed keeps in the process for good would change the next engine's steps: after fp16 autocast it would get that
+    loss scaler too, in any precision, and after ZeRO-3 compute its linear layers in two roundings."""
+    from deepspeed.runtime import torch_autocast
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
+
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    nn.functional.linear = getattr(Patched, "linear_bk", nn.functional.linear)
 
 
 def give_scalars_a_dimension(module: nn.Module) -> set[str]:

@@ -102,9 +102,9 @@ print("RESULT", json.dumps(found))
 """
 
 
-def told(script: str, words: list[str], folder: Path) -> Any:
+def told(script: str, words: list[str], folder: Path, *more: str) -> Any:
     root = str(Path(__file__).parents[1])
-    ended = run([sys.executable, "-c", script, json.dumps(words)], folder, PYTHONPATH=root).assert_done()
+    ended = run([sys.executable, "-c", script, json.dumps(words), *more], folder, PYTHONPATH=root).assert_done()
     return json.loads(next(line for line in ended.out.splitlines() if line.startswith("RESULT"))[7:])
 
 
@@ -148,6 +148,28 @@ def test_a_gradient_that_is_not_finite_ends_the_run_in_every_precision(tmp_path:
         # At stage 0 DeepSpeed does not look at gradients: the weights break, and the next loss.
         assert (what, step) == (("loss", 2) if case == "0 fp32 None" else ("gradient", 1)), case
         assert identity != "[]"
+
+
+IN_TURN = BUILDING + """
+found = {}
+for stage, weights, autocast in json.loads(sys.argv[2]):
+    made = built([*words, f"zero=stage{stage}"], weights, autocast)
+    dataset = made.task.train_set()
+    taken = trainer.steps(made, iter([made.task.collate([dataset[0, index]]) for index in range(3)]), 3)
+    losses = [sum(terms.values()).item() for terms in taken]
+    found[f"{stage} {weights} {autocast}"] = [losses, engine.loss_scale(made.engine)]
+    engine.discard(made.engine)
+print("RESULT", json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_takes_the_same_steps_whatever_engine_was_before_it_in_the_process(tmp_path: Path, small_set: Path):
+    cases = [(3, "fp32", "fp16"), (2, "bf16", None), (1, "fp32", None), (0, "fp32", "bf16")]
+    words = [*SMALL, f"data.root={small_set}", "train.micro_batch=1", "train.effective_batch=1"]
+    forwards, backwards = (told(IN_TURN, words, tmp_path, json.dumps(order)) for order in (cases, cases[::-1]))
+    assert forwards == backwards and len(forwards) == len(cases)
+    assert [scale is not None for _, scale in forwards.values()] == [True, False, False, False]
 
 
 @pytest.mark.slow
