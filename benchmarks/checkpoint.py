@@ -2,15 +2,15 @@
 
     python benchmarks/checkpoint.py [--device cuda] [--model grounding_dino_tiny] [--rounds 7] [--words WORD ...]
 
-In each round, side by side: `save` until training may go on, the same bytes copied to host memory and nothing else, `save`
-until all is on the disk, and the same bytes written by one `write` with fsync. Medians over the rounds. Before them one more
-`save`, told by itself: host memory for the copy is allocated in it, and the fixed image is read.
+In each round, side by side: some steps, as many with a save before the first, the state copied to host memory and nothing else,
+the answers to the fixed image, `save` until all is on the disk, and the same bytes written by one `write` with fsync. Medians
+over the rounds; what training loses is the median of each round's difference. Before them one more `save` and steps, told by
+themselves: host memory for the copy is allocated there, and the fixed image is read.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import socket
 import statistics
@@ -18,6 +18,8 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+
+STEPS = 8  # which take longer than the writing, and so feel all that it takes of the machine
 
 
 def main() -> None:
@@ -68,47 +70,74 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> None:
         if arguments.device == "cuda":
             torch.cuda.synchronize()
 
-    held = [piece.values for piece in pieces(run.engine, run.average) if piece.mine]
-    size = sum(values.nbytes for values in held)
-    begin = time.perf_counter()
-    trainer.save(run, trainer.Progressed(), evaluation=None)
-    first = time.perf_counter() - begin
-    run.writer.wait()
-    rounds: dict[str, list[float]] = {"blocked": [], "digest": [], "copied": [], "saved": [], "written": []}
-    data = memoryview(bytearray(os.urandom(2**20) * (size // 2**20 + 1)))[:size]
-    for number in range(arguments.rounds + 1):
+    batches = [run.task.collate([dataset[0, index]]) for index in range(STEPS)]
+    returned: list[float] = []
+
+    def steps_take(save_first: bool) -> float:
         waited()
-        start = time.perf_counter()
-        trainer.digest(run)
-        waited()
-        digested = time.perf_counter()
-        with checkpoint.copied_to_host(pieces(run.engine, run.average), run.device) as copies:
-            pass
-        copied = time.perf_counter()
-        del copies
-        gc.collect()
         begin = time.perf_counter()
-        trainer.save(run, trainer.Progressed(step=number), evaluation=None)
-        blocked = time.perf_counter()
+        if save_first:
+            trainer.save(run, trainer.Progressed(), evaluation=None)
+            returned.append(time.perf_counter() - begin)
+        for _ in trainer.steps(run, iter(batches), STEPS):
+            pass
+        waited()
+        return time.perf_counter() - begin
+
+    def copied() -> float:
+        waited()
+        begin = time.perf_counter()
+        steady, changing = checkpoint.on_gpu_until_a_step(run.engine, pieces(run.engine, run.average))
+        checkpoint.copies_on_host(list(changing.values()))
+        checkpoint.copies_on_host(list(steady.values()), checkpoint.now_on(run.device))
+        return time.perf_counter() - begin
+
+    def answered() -> float:
+        waited()
+        begin = time.perf_counter()
+        trainer.digest(run)
+        return time.perf_counter() - begin
+
+    def saved() -> float:
+        waited()
+        begin = time.perf_counter()
+        trainer.save(run, trainer.Progressed(), evaluation=None)
         run.writer.wait()
-        saved = time.perf_counter()
+        return time.perf_counter() - begin
+
+    def written() -> float:
+        begin = time.perf_counter()
         with (scratch / "plain").open("wb", buffering=0) as file:
             left = data
             while left:
                 left = left[file.write(left) :]
             os.fsync(file.fileno())
-        written = time.perf_counter()
+        return time.perf_counter() - begin
+
+    size = sum(piece.values.nbytes for piece in pieces(run.engine, run.average) if piece.mine)
+    data = memoryview(bytearray(os.urandom(2**20) * (size // 2**20 + 1)))[:size]
+    steps_take(save_first=False)
+    plain = steps_take(save_first=False)
+    first = steps_take(save_first=True) - plain
+    run.writer.wait()
+    rounds: dict[str, list[float]] = {name: [] for name in ("steps", "loses", "returns", "copied", "answered", "saved", "written")}
+    for number in range(arguments.rounds + 1):
+        plain = steps_take(save_first=False)
+        loses = steps_take(save_first=True) - plain
+        run.writer.wait()
+        row = {
+            "steps": plain, "loses": loses, "returns": returned[-1], "copied": copied(), "answered": answered(), "saved": saved(),
+            "written": written(),
+        }  # fmt: skip
         if number:  # the first warms up
-            for name, seconds in (
-                ("digest", digested - start), ("copied", copied - digested), ("blocked", blocked - begin),
-                ("saved", saved - begin), ("written", written - saved),
-            ):  # fmt: skip
+            for name, seconds in row.items():
                 rounds[name].append(seconds)
     found = {name: statistics.median(values) for name, values in rounds.items()}
     print(f"{size / 1e9:.3f} GB on {arguments.device}, {arguments.model}, medians of {arguments.rounds} rounds")
-    print(f"training waits  {found['blocked']:.3f} s: copy alone {found['copied']:.3f} s, answers of the fixed image {found['digest']:.3f} s")
-    print(f"the first time  {first:.3f} s")
+    print(f"training loses  {found['loses']:.3f} s in {STEPS} steps of {found['steps'] / STEPS:.3f} s; the first time {first:.3f} s")
+    print(f"save returns in {found['returns']:.3f} s; copy alone {found['copied']:.3f} s, the fixed image's answers alone {found['answered']:.3f} s")
     print(f"on the disk     {found['saved']:.3f} s: write and fsync alone {found['written']:.3f} s, ratio {found['saved'] / found['written']:.2f}")
+    print("each round      " + "; ".join(f"{name} {' '.join(f'{value:.3f}' for value in values)}" for name, values in rounds.items()))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,17 @@ import platform
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
+from itertools import chain, groupby
 from pathlib import Path
-from threading import Thread
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -24,21 +28,48 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gdino_lab
-from gdino_lab.checkpoint_folder import TRAINER, Stored, commit, name_of, tell_failure, write_share
+from gdino_lab.checkpoint_folder import (
+    TRAINER, Stored, add_answers, answers_of, commit, cut, name_of, tell_failure, write_share,
+)  # fmt: skip
 from gdino_lab.errors import ConfigurationError, NotSaved
 from gdino_lab.models.average import WeightAverage
 from gdino_lab.pieces import AVERAGE, WEIGHT, Piece, buffers_of, counters, pieces, put_back, restore_counters
+from gdino_lab.proof import Digest
 from gdino_lab.run_folder import read_json
 
 RANDOM = "random"
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "numpy", "peft")
+# Bytes of host memory allocated at once, or a single tensor's: a power of two, which torch makes of pinned memory.
+BLOCK = 2**28
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Begun:
+    """A checkpoint that is being written.
+
+    ask: for what the model answers to the fixed image.  copied: set when what lies on a GPU is copied.  written: this rank's part
+    of it, on rank 0 with the checkpoint's folder.  answered: the answers are there too; None until they are asked for.
+    """
+
+    ask: Callable[[], Digest]
+    copied: Event
+    written: Future[Path | None]
+    answered: Future[None] | None = None
+
+    def result(self) -> None:
+        self.written.result()
+        self.answered.result()
+
+
 class Writer:
-    """Writes checkpoints of one run while training goes on: `save` returns once the state is copied to host memory.
+    """Writes checkpoints of one run while training goes on.
+
+    `save` begins one. What lies on a GPU is copied to host memory by a thread, beside the next forward and backward pass. Then
+    `before_step`, which comes before the weights change again, asks for the answers to the fixed image, behind the backward pass
+    that the GPU is still busy with. A run that dies before leaves the checkpoint without answers.
 
     Args:
         folder: the run's checkpoints/.
@@ -47,24 +78,25 @@ class Writer:
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
-        self.thread: Thread | None = None
-        self.error: BaseException | None = None
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.begun: Begun | None = None
 
     def save(
         self,
         engine: Any,
         average: WeightAverage | None,
         step: int,
-        trainer_state: Callable[[], dict[str, Any]],
+        trainer_state: dict[str, Any],
+        ask: Callable[[], Digest],
         own: dict[str, dict[str, Tensor]],
         best: bool = False,
         also: Callable[[], None] | None = None,
     ) -> None:
-        """Copy the state and begin to write it. Collective.
+        """Begin to copy and write the state. Collective.
 
         Args:
-            trainer_state: what JSON holds, of rank 0; asked for while the state is being copied, so it may use the model and not
-                change it.
+            trainer_state: what JSON holds, of rank 0.
+            ask: for what the model answers to the fixed image; called by `before_step`.
             own: further tensors on the CPU, of this rank alone, by kind and name; see Stored.own.
             best: whether checkpoints/best is to be this one.
             also: done by rank 0 before the new checkpoint counts.
@@ -75,27 +107,47 @@ class Writer:
         self.wait()
         rank = dist.get_rank()
         updates = average.updates if average is not None else 0
-        with copied_to_host(pieces(engine, average), engine.device) as tensors:
-            kept = deepcopy(trainer_state())  # written later, when training has gone on
-            kept |= {"counters": counters(engine) | {"average_updates": updates}, "versions": versions()}
+        kept = trainer_state | {"counters": counters(engine) | {"average_updates": updates}, "versions": versions()}
+        kept = deepcopy(kept)  # written later, when training has gone on
+        steady, changing = on_gpu_until_a_step(engine, pieces(engine, average))
+        tensors = dict(zip(changing, copies_on_host(list(changing.values())), strict=True))
         for kind, named in (own | {RANDOM: random_state()}).items():
             tensors |= {f"{kind}/{name}:{rank}:0": tensor for name, tensor in named.items()}
         partial = self.folder / f".{name_of(step)}.partial"
-        self._agree(lambda: self._make_room(partial, sum(each.nbytes for each in tensors.values())))
+        size = sum(each.nbytes for each in chain(tensors.values(), steady.values()))
+        self._agree(lambda: self._make_room(partial, size))
+        now, copied = now_on(engine.device), Event()
 
-        def write() -> None:
+        def write() -> Path | None:
             try:
+                try:
+                    tensors.update(zip(steady, copies_on_host(list(steady.values()), now), strict=True))
+                finally:
+                    copied.set()
                 write_share(partial, rank, tensors, kept if rank == 0 else None)
-                if rank == 0:
-                    if also is not None:
-                        also()
-                    commit(partial, self.folder, step, dist.get_world_size(), best, self.keep)
-            except BaseException as error:  # noqa: BLE001  told by `wait`, in the thread that trains
-                self.error = error
+                if rank > 0:
+                    return None
+                if also is not None:
+                    also()
+                return commit(partial, self.folder, step, dist.get_world_size(), best, self.keep)
+            except BaseException:
                 tell_failure(partial, rank)
+                raise  # in `wait`, in the thread that trains
 
-        self.thread = Thread(target=write, name="checkpoint", daemon=False)
-        self.thread.start()
+        self.begun = Begun(ask, copied, self.thread.submit(write))
+
+    def before_step(self) -> None:
+        """Comes before the weights change. Collective under ZeRO-3."""
+        begun = self.begun
+        if begun is not None and begun.answered is None:
+            answers = begun.ask()
+            begun.copied.wait()
+
+            def add() -> None:  # when the one thread has written the rest
+                if (checkpoint := begun.written.result()) is not None:
+                    add_answers(checkpoint, answers)
+
+            begun.answered = self.thread.submit(add)
 
     def wait(self) -> None:
         """Until what was begun is written. Collective.
@@ -103,26 +155,22 @@ class Writer:
         Raises:
             NotSaved: it could not be, on any rank.
         """
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
+        if self.begun is not None:
+            self.before_step()
+            begun, self.begun = self.begun, None
             try:
-                self._agree(self._tell)
+                self._agree(begun.result)
             except NotSaved:
                 self._clear_if_possible()
                 raise
 
     def linger(self, seconds: float = 10) -> None:
         """Where a run ends for another reason, give what was begun a moment to be written."""
-        if self.thread is not None:
-            self.thread.join(seconds)
-            if self.error is not None:
+        if self.begun is not None:
+            written, answered = self.begun.written, self.begun.answered
+            futures.wait([written] if answered is None else [written, answered], seconds)
+            if written.done() and written.exception() is not None:
                 self._clear_if_possible()  # on a full disk this makes room to write down what happened
-
-    def _tell(self) -> None:
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
 
     def _make_room(self, partial: Path, needed: int) -> None:
         """Room on the disk, and an empty folder in it."""
@@ -173,26 +221,55 @@ def number_of(error: Exception) -> int | None:
     return int(told[1]) if told else getattr(error, "errno", None)
 
 
-@contextmanager
-def copied_to_host(found: list[Piece], device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """The pieces that are this rank's to store, by the key they are stored under; copies, so that training may go on after the
-    block. A GPU makes them while the block runs, which may read the pieces and not change them."""
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        beside = torch.cuda.Stream(device)
-        beside.wait_stream(torch.cuda.current_stream(device))
-    copies = {}
-    with torch.cuda.stream(beside) if on_gpu else nullcontext():
-        for piece in found:
-            if piece.mine:
-                values = piece.values
-                copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
-                copies[f"{piece.kind}:{piece.name}:{piece.start}"] = copy.copy_(values, non_blocking=True)
-    try:
-        yield copies
-    finally:
-        if on_gpu:
-            beside.synchronize()
+def on_gpu_until_a_step(engine: Any, found: list[Piece]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """This rank's pieces by the key they are stored under: those on a GPU that only a step changes, and the others. A forward pass
+    may change buffers; what lies on the host is copied fastest by all its threads at once."""
+    buffers = buffers_of(engine.module)
+    steady, changing = {}, {}
+    for piece in found:
+        if piece.mine:
+            kept = steady if piece.values.is_cuda and piece.name not in buffers else changing
+            kept[f"{piece.kind}:{piece.name}:{piece.start}"] = piece.values
+    return steady, changing
+
+
+def now_on(device: torch.device) -> torch.cuda.Event | None:
+    """When a GPU has done what it was asked for until now."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+@torch.no_grad()
+def copies_on_host(values: list[Tensor], then: torch.cuda.Event | None = None) -> list[Tensor]:
+    """Copies of 1-D tensors. With `then` those are on a GPU and copied as they are at that time, by a stream of its own."""
+    if not values:
+        return []
+    if then is None:
+        copies = side_by_side(values, pinned=False)
+        torch._foreach_copy_(copies, values)
+        return copies
+    stream = torch.cuda.Stream(values[0].device)
+    with torch.cuda.device(values[0].device), torch.cuda.stream(stream):  # a thread begins on GPU 0, and would open a context there
+        copies = side_by_side(values, pinned=True)
+        stream.wait_event(then)
+        # One call, which leaves Python to the thread that trains: thousands would take longer to ask for than to make.
+        torch._foreach_copy_(copies, values, non_blocking=True)
+    stream.synchronize()
+    return copies
+
+
+def side_by_side(values: list[Tensor], pinned: bool) -> list[Tensor]:
+    """Memory for a copy of each 1-D tensor, in few blocks: pinning it for each takes longer than filling it, and what lies side by
+    side is written at once."""
+    copies = list(values)
+    numbers = sorted(range(len(values)), key=lambda number: str(values[number].dtype))
+    for block in cut(numbers, lambda number: values[number].nbytes, BLOCK):
+        for dtype, same in groupby(block, lambda number: values[number].dtype):
+            same = list(same)
+            sizes = [values[number].numel() for number in same]
+            memory = torch.empty(sum(sizes), dtype=dtype, pin_memory=pinned)
+            for number, copy in zip(same, memory.split(sizes), strict=True):
+                copies[number] = copy
+    return copies
 
 
 @cache
@@ -204,8 +281,9 @@ def versions() -> dict[str, str]:
 
 
 def load(engine: Any, average: WeightAverage | None, checkpoint: Path) -> dict[str, Any]:
-    """Restore engine, average and random generators from a checkpoint that is whole; returns the trainer's state."""
-    trainer_state = read_json(checkpoint / TRAINER)
+    """Restore engine, average and random generators from a checkpoint that is whole; returns the trainer's state, and what the
+    model answered to the fixed image under "answers"."""
+    trainer_state = read_json(checkpoint / TRAINER) | {"answers": answers_of(checkpoint)}
     with Stored(checkpoint) as stored:
         put_back(engine, average, stored)
         restore_counters(engine, trainer_state["counters"])

@@ -2,8 +2,9 @@
 
     checkpoints/step_00000120/
         state_<rank>-<part>.safetensors   weights, optimizer states, averages and random generators (gdino_lab/pieces.py)
-        trainer.json                      progress, counters, proof, and the plan, settings and versions it belongs to
+        trainer.json                      progress, counters, score, and the plan, settings and versions it belongs to
         manifest.json                     bytes and SHA-256 of each file; written last, so a folder with one was finished
+        answers.json                      what the model answers to the fixed image; added while the next step is taken
     checkpoints/last, best                links to two of these
 
 Nothing in it is a pickle, so loading runs no code of whoever wrote it.
@@ -16,13 +17,13 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,8 +33,8 @@ from torch import Tensor
 from gdino_lab.errors import NotSaved
 from gdino_lab.run_folder import read_json, write_json
 
-FORMAT = 2
-MANIFEST, TRAINER = "manifest.json", "trainer.json"
+FORMAT = 3
+MANIFEST, TRAINER, ANSWERS = "manifest.json", "trainer.json", "answers.json"
 LAST, BEST = "last", "best"
 CHUNK = 2**24  # bytes written and hashed at once
 PART = 2**27  # bytes a file of a share holds at most, unless a single tensor has more
@@ -45,6 +46,8 @@ DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+
+T = TypeVar("T")
 
 
 class Damaged(Exception):
@@ -78,8 +81,8 @@ def tell_failure(partial: Path, rank: int) -> None:
         (partial / f".failed_{rank}").touch()
 
 
-def commit(partial: Path, folder: Path, step: int, ranks: int, best: bool, keep: int) -> None:
-    """All shares are there: the folder gets its manifest, then its name, then the links that point to it."""
+def commit(partial: Path, folder: Path, step: int, ranks: int, best: bool, keep: int) -> Path:
+    """Once all shares are there the folder gets its manifest, then its name, which is returned, then the links that point to it."""
     shares = [partial / f".share_{rank}.json" for rank in range(ranks)]
     deadline = time.monotonic() + PATIENCE
     while not all(share.exists() for share in shares):
@@ -101,6 +104,15 @@ def commit(partial: Path, folder: Path, step: int, ranks: int, best: bool, keep:
         point(folder / BEST, target)
     sync_folder(folder)
     prune(folder, keep)
+    return target
+
+
+def add_answers(checkpoint: Path, answers: dict[str, Any]) -> None:
+    """What the model answers to the fixed image; comes when the other files are written, so the manifest does not know of it."""
+    temporary = checkpoint / f".{ANSWERS}"
+    write_bytes(temporary, [memoryview(json.dumps(answers, indent=1).encode())])
+    os.rename(temporary, checkpoint / ANSWERS)
+    sync_folder(checkpoint)
 
 
 def first_free(path: Path) -> Path:
@@ -127,16 +139,21 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def parts_of(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The same tensors in the same order, cut where PART would be exceeded."""
-    parts: list[dict[str, Tensor]] = [{}]
+    """The same tensors in the same order, cut where PART would be exceeded; one part where there are none."""
+    return [dict(part) for part in cut(tensors.items(), lambda item: item[1].nbytes, PART)] or [{}]
+
+
+def cut(items: Iterable[T], size: Callable[[T], int], limit: int) -> list[list[T]]:
+    """The items in their order, in lists of at most `limit` in sum, unless a single one is more."""
+    lists: list[list[T]] = []
     held = 0
-    for name, tensor in tensors.items():
-        if parts[-1] and held + tensor.nbytes > PART:
-            parts.append({})
+    for item in items:
+        if not lists or held + size(item) > limit:
+            lists.append([])
             held = 0
-        parts[-1][name] = tensor
-        held += tensor.nbytes
-    return parts
+        lists[-1].append(item)
+        held += size(item)
+    return lists
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -150,40 +167,37 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    data = [memoryview(tensor.view(torch.uint8).numpy()) for tensor in ordered.values()]
-    return write_bytes(path, [memoryview(len(text).to_bytes(8, "little") + text), *data])
+    return write_bytes(path, [memoryview(len(text).to_bytes(8, "little") + text), *bytes_of(list(ordered.values()))])
+
+
+def bytes_of(tensors: list[Tensor]) -> list[memoryview]:
+    """The bytes of 1-D tensors, in their order; as one where they follow each other in memory: each turn of the thread that writes
+    them keeps the one that trains waiting for Python's lock."""
+    runs: list[tuple[torch.UntypedStorage, int, int]] = []  # and the first byte in it, and the one after the last
+    for tensor in tensors:
+        values = tensor.view(torch.uint8)
+        storage, start = values.untyped_storage(), values.storage_offset()
+        end = start + values.numel()
+        if runs and runs[-1][0].data_ptr() == storage.data_ptr() and runs[-1][2] == start:
+            storage, start, _ = runs.pop()
+        runs.append((storage, start, end))
+    return [
+        memoryview(torch.empty(0, dtype=torch.uint8).set_(storage, start, (end - start,)).numpy()) for storage, start, end in runs
+    ]
 
 
 def write_bytes(path: Path, parts: list[memoryview]) -> dict[str, Any]:
     """Hash, write and bring it to the disk; returns {"bytes", "sha256"}."""
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
-        for chunk in chunks(parts):
-            digest.update(chunk)
-            left = memoryview(chunk)
-            while left:
-                left = left[file.write(left) :]
+        for part in parts:
+            for start in range(0, part.nbytes, CHUNK):
+                left = part[start : start + CHUNK]
+                digest.update(left)
+                while left:
+                    left = left[file.write(left) :]
         os.fsync(file.fileno())
     return {"bytes": sum(part.nbytes for part in parts), "sha256": digest.hexdigest()}
-
-
-def chunks(parts: list[memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes in pieces of about CHUNK: small parts together, large ones cut."""
-    small = bytearray()
-    for part in parts:
-        if part.nbytes < CHUNK // 16:
-            small += part
-            if len(small) >= CHUNK:
-                yield bytes(small)
-                small.clear()
-            continue
-        if small:
-            yield bytes(small)
-            small.clear()
-        for start in range(0, part.nbytes, CHUNK):
-            yield part[start : start + CHUNK]
-    if small:
-        yield bytes(small)
 
 
 def sync_folder(folder: Path) -> None:
@@ -271,11 +285,18 @@ def verify_form(checkpoint: Path, manifest: dict[str, Any]) -> None:
             raise Damaged(f"{path}: is not in the manifest")
     with Stored(checkpoint):
         pass
-    try:
-        if not isinstance(read_json(checkpoint / TRAINER), dict):
-            raise ValueError("no object")
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{checkpoint / TRAINER}: is no JSON ({error})") from None
+    for path in filter(Path.exists, (checkpoint / TRAINER, checkpoint / ANSWERS)):
+        try:
+            if not isinstance(read_json(path), dict):
+                raise ValueError("no object")
+        except (ValueError, RecursionError) as error:
+            raise Damaged(f"{path}: is no JSON ({error})") from None
+
+
+def answers_of(checkpoint: Path) -> dict[str, Any] | None:
+    """What the model answered to the fixed image; None where the run died before it was asked."""
+    path = checkpoint / ANSWERS
+    return read_json(path) if path.exists() else None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ It also holds the corrections of what DeepSpeed 0.19 gets wrong, each beside the
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,8 +94,11 @@ def discard(engine: Any) -> None:
         engine.optimizer.__dict__.clear()
 
 
-def backward_and_step(engine: Any, loss: Tensor) -> bool:
+def backward_and_step(engine: Any, loss: Tensor, before_step: Callable[[], None] = lambda: None) -> bool:
     """Backward of one micro-batch and, at the end of an accumulation, the optimizer's step.
+
+    Args:
+        before_step: called between the two, when all has been asked of a GPU that is not done yet.
 
     Returns:
         Whether the step was not taken, for a gradient that is not finite; the loss scale, where there is one, is lower then.
@@ -103,6 +107,7 @@ def backward_and_step(engine: Any, loss: Tensor) -> bool:
     if not engine.is_gradient_accumulation_boundary():
         engine.step()
         return False
+    before_step()
     if engine.device.type == "cuda" and engine.zero_use_cpu_optimizer():
         torch.cuda.synchronize(engine.device)  # gradients are copied to the host without waiting, and read there next
     before, scaler = engine.skipped_steps, autocast_scaler(engine)

@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 # A gradient that is not finite under this loss scale is not for any.
 SMALLEST_SCALE = 2.0**-8
+FIXED_SIDE = 512  # of the image whose answers a checkpoint keeps: every weight takes part in them, whatever the size
 # Under which a checkpoint keeps the losses since the last line of metrics.jsonl.
 METER = "meter"
 
@@ -84,8 +85,11 @@ class Run:
 
     @cached_property
     def fixed_batch(self) -> Batch:
-        """The first image that is evaluated, on the CPU: what a checkpoint keeps the answers to."""
-        return self.task.collate([self.task.evaluation_set()[0, 0]])
+        """The upper left FIXED_SIDE x FIXED_SIDE pixels of the first image that is evaluated, on the CPU: what a checkpoint keeps
+        the answers to."""
+        batch = self.task.collate([self.task.evaluation_set()[0, 0]])
+        cut = {name: batch["inputs"][name][..., :FIXED_SIDE, :FIXED_SIDE] for name in ("pixel_values", "pixel_mask")}
+        return batch | {"inputs": batch["inputs"] | cut}
 
     @cached_property
     def configured(self) -> dict[str, Any]:
@@ -330,7 +334,7 @@ def try_step(run: Run, passes: list[Batch], per_pass: float) -> dict[str, Tensor
         batch = to_device(batch, run.device, run.dtype)
         run.beat("train", this_step(run))
         terms = finite_losses(run, batch, per_pass)
-        not_taken = backward_and_step(run.engine, sum(terms.values()))
+        not_taken = backward_and_step(run.engine, sum(terms.values()), run.writer.before_step)
         for name, term in terms.items():
             sums[name] += term.detach() / run.plan.accumulation
     if not not_taken:
@@ -434,19 +438,16 @@ def save(
     Args:
         evaluation: of the weights as they are; None between evaluations.
     """
-
-    def trainer_state() -> dict[str, Any]:
-        return {
-            "progressed": asdict(state),
-            "epoch_losses": run.meter.epoch,
-            "proof": {"digest": digest(run), "score": evaluation and evaluation.selection},
-            **run.configured,
-        }
-
     run.beat("save", state.step)
     with run.phases("save"):
+        trainer_state = {
+            "progressed": asdict(state),
+            "epoch_losses": run.meter.epoch,
+            "score": evaluation and evaluation.selection,
+            **run.configured,
+        }
         own = {METER: run.meter.pending()}
-        run.writer.save(run.engine, run.average, state.step, trainer_state, own, best, also)
+        run.writer.save(run.engine, run.average, state.step, trainer_state, lambda: digest(run), own, best, also)
 
 
 def digest(run: Run) -> Digest:
@@ -467,23 +468,26 @@ def prove(run: Run, stored: dict[str, Any]) -> None:
     Raises:
         ConfigurationError: they differ by more than rounding explains, and train.resume_check is strict.
     """
-    check, then = run.settings.train.resume_check, stored["proof"]
+    check, answers, then = run.settings.train.resume_check, stored["answers"], stored["score"]
     if check == "off":
         return
-    now = as_dict(run.settings)
-    complaints = differing_answers(then["digest"], digest(run), tolerance_of(stored["settings"]["precision"], now["precision"]))
-    if then["score"] is not None:
+    now, complaints = as_dict(run.settings), []
+    if answers is not None:
+        complaints += differing_answers(answers, digest(run), tolerance_of(stored["settings"]["precision"], now["precision"]))
+    if then is not None:
         with run.averaged():
             score = evaluate(run).selection
         elsewhere = any(stored["settings"][node] != now[node] for node in ("hardware", "zero", "offload", "precision"))
-        complaints += differing_score(then["score"], score, SCORE_ELSEWHERE if elsewhere else SCORE_SAME)
+        complaints += differing_score(then, score, SCORE_ELSEWHERE if elsewhere else SCORE_SAME)
     if complaints and check == "strict":
         advice = "train.resume_check=warn goes on all the same, train.resume_weights=DIR takes the weights only"
         raise ConfigurationError([f"train.resume: {complaint}; {advice}" for complaint in complaints])
     for complaint in complaints:
         log.warning("train.resume: %s", complaint)
-    if not complaints:
-        log.info("proved: outputs%s as in the checkpoint", "" if then["score"] is None else f" and score {then['score']:.4g}")
+    if answers is None:
+        log.warning("train.resume: the run died in the step after this checkpoint, which so has no outputs to compare with")
+    elif not complaints:
+        log.info("proved: outputs%s as in the checkpoint", "" if then is None else f" and score {then:.4g}")
 
 
 def restored(stored: dict[str, Any]) -> Progressed:

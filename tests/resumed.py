@@ -93,10 +93,10 @@ def trained(words: list[str], folder: RunFolder, steps: int, scored: bool) -> di
     before = [next(losses) for _ in range(steps)]
     with run.averaged():
         evaluation = trainer.evaluate(run) if scored else None
+    stored = state_of(run)  # before the save, so that nothing waits for it to be copied
     trainer.save(run, trainer.Progressed(step=steps), evaluation)
     run.meter.epoch.append(NOT_YET)  # as training does while the checkpoint is being written
     run.engine.train()
-    stored = state_of(run)
     went_on = list(losses)  # while the checkpoint is being written
     run.writer.wait()
     ended = state_of(run)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 from gdino_lab import checkpoint
 from tests.conftest import SMALL, run
@@ -142,6 +143,19 @@ def test_on_another_number_of_ranks_the_trajectory_stays(tmp_path: Path, small_s
         (second, *_) = results(cases(3 - ranks, "words_after", False), tmp_path, 3 - ranks)
         for pair, before, after in zip(stages, first, second, strict=True):
             assert near(before["went_on"], after["resumed"], 1e-5), (ranks, pair, before["went_on"], after["resumed"])
+
+
+@given(st.lists(st.tuples(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]), st.integers(1, 60))))
+def test_copies_on_the_host_are_equal_and_lie_in_few_blocks(kinds: list[tuple[torch.dtype, int]]):
+    values = [torch.randint(0, 2, (size,)).to(dtype) for dtype, size in kinds]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "BLOCK", 480)
+        copies = checkpoint.copies_on_host(values)
+    assert all(torch.equal(copy, tensor) and copy.dtype == tensor.dtype for copy, tensor in zip(copies, values, strict=True))
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in copies}
+    assert addresses.isdisjoint(tensor.data_ptr() for tensor in values)
+    held = sum(tensor.nbytes for tensor in values)  # two blocks in a row hold more than one may
+    assert len(addresses) <= 2 * (held // 481) + len({tensor.dtype for tensor in values})
 
 
 def test_random_generators_come_back(tmp_path: Path):

@@ -37,6 +37,14 @@ def test_links_point_to_whole_folders_and_old_ones_go(tmp_path: Path):
     assert (tmp_path / "best").resolve().name == "step_00000002"
 
 
+def test_answers_come_later(tmp_path: Path):
+    path = made(tmp_path)
+    assert checkpoint_folder.answers_of(path) is None
+    checkpoint_folder.add_answers(path, {"logits": [0.5, 1.0, 2.0]})
+    checkpoint_folder.verify(path)
+    assert checkpoint_folder.answers_of(path) == {"logits": [0.5, 1.0, 2.0]}
+
+
 def test_a_step_taken_again_gets_a_folder_of_its_own(tmp_path: Path):
     first, again = made(tmp_path, 3, best=True), made(tmp_path, 3)
     assert first != again and checkpoint_folder.written(tmp_path) == [again, first]
@@ -71,8 +79,9 @@ def called(path: Path, name: str, other: str) -> None:
         (lambda path: (path / "manifest.json").unlink(), "manifest.json: is missing"),
         (lambda path: (path / "manifest.json").write_text("{"), "manifest.json: cannot be read"),
         (lambda path: (path / "manifest.json").write_text("{}"), "manifest.json: cannot be read"),
-        (lambda path: (path / "manifest.json").write_text('{"format": 1, "files": {}}'), "format 1, this gdino-lab reads 2"),
+        (lambda path: (path / "manifest.json").write_text('{"format": 1, "files": {}}'), f"format 1, this gdino-lab reads {checkpoint_folder.FORMAT}"),
         (lambda path: (path / "trainer.json").unlink(), "trainer.json: is missing"),
+        (lambda path: (path / "answers.json").write_text("{"), "answers.json: is no JSON"),
         (lambda path: (path / "state_1-000.safetensors").unlink(), "state_1-000.safetensors: is missing"),
         (lambda path: (path / "trainer.json").write_text("{}"), "trainer.json: has 2 bytes, the manifest says"),
         (lambda path: relist(path, lambda files: files.pop("state_1-000.safetensors")), "names state_0 for 2 rank"),
@@ -204,6 +213,16 @@ def test_any_tensors_are_read_back_by_safetensors(tmp_path_factory: pytest.TempP
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), max_size=8), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_neighbours_in_memory_are_written_as_one(places: list[tuple[int, int]], dtype: torch.dtype):
+    memory = torch.arange(26.0).to(dtype)
+    tensors = [memory[start : start + size] for start, size in places] + [torch.ones(2), torch.ones(3)]
+    found = checkpoint_folder.bytes_of(tensors)
+    assert b"".join(found) == b"".join(bytes(tensor.view(torch.uint8).tolist()) for tensor in tensors)
+    apart = sum(before[0] + before[1] != after[0] for before, after in pairwise(places))
+    assert len(found) == 2 + (apart + 1 if places else 0)
 
 
 def test_large_and_small_parts_are_written_as_they_are(tmp_path: Path, monkeypatch):
