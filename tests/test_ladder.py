@@ -12,7 +12,7 @@ from gdino_lab import ladder, launch
 from gdino_lab.commands.main import conf_folder
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.ladder import Try
-from gdino_lab.memory.forecast import Forecast
+from gdino_lab.memory.forecast import Forecast, forecast
 from gdino_lab.run_folder import RunFolder, new_run_folder, write_json
 from gdino_lab.settings import Rung
 from gdino_lab.tasks.protocol import Worst
@@ -243,17 +243,7 @@ def test_none_fits(pretended: dict, small_set: Path, capsys):
 @pytest.mark.slow
 def test_the_blog_ladder_ends_on_four_rungs_under_four_caps(pretended: dict, monkeypatch, small_set: Path):
     """By prediction, on one GPU, with images of the seed's size."""
-    known: dict[str, Forecast] = {}
-
-    def once(settings, task, worst, ranks):
-        hardware = replace(settings.hardware, memory_limit_gib=None)
-        key = str(replace(settings, hardware=hardware))
-        if key not in known:
-            known[key] = forecast(settings, task, Worst(800, 1164, 15, 0), ranks)
-        return replace(known[key], limit=int(settings.hardware.memory_limit_gib * 2**30))
-
-    forecast = ladder.forecast
-    monkeypatch.setattr(ladder, "forecast", once)
+    monkeypatch.setattr(ladder, "forecast", lambda settings, task, _, ranks: forecast(settings, task, Worst(800, 1164, 15, 0), ranks))
     monkeypatch.setattr(ladder, "KNOWN_ERROR", 0.0)  # these runs only pretend, so nothing runs out of memory
     monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 1)
     words = [

@@ -22,6 +22,8 @@ from gdino_lab.tasks.protocol import Task, Worst
 CUBLAS_WORKSPACE = 66 * 2**20
 # How far a prediction was off at most, as a share of what was measured (docs/memory.md).
 KNOWN_ERROR = 0.05
+# Of this process, by all that a step depends on: the rungs of a ladder, and the run that one becomes, often take the same one.
+TRACES: dict[str, Trace] = {}
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,9 @@ def skeleton_of(settings: Settings, task: Task) -> nn.Module:
 
 def trace_of(settings: Settings, task: Task, worst: Worst, images: int, keep_gradients: bool) -> Trace:
     weights, autocast = settings.precision.weights, settings.precision.autocast
+    parts = settings.model, settings.tuning, settings.task, weights, autocast, settings.activations
+    if (step := repr((*parts, worst, images, keep_gradients))) in TRACES:
+        return TRACES[step]
 
     def batch() -> dict[str, Any]:
         made = task.blank_batch(images, worst)
@@ -127,9 +132,10 @@ def trace_of(settings: Settings, task: Task, worst: Worst, images: int, keep_gra
         return sum(task.losses(outputs, made, max(1, task.count(made))).values())
 
     task.assign = first_come
-    return trace_step(
+    TRACES[step] = trace_step(
         lambda: skeleton_of(settings, task), batch, loss, DTYPES[weights], DTYPES.get(autocast), keep_gradients
     )
+    return TRACES[step]
 
 
 def first_come(costs: Tensor, counts: tuple[int, ...]) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gdino_lab.memory import verdict
-from gdino_lab.memory.forecast import copied_bytes, forecast
+from gdino_lab.memory.forecast import TRACES, copied_bytes, forecast
 from gdino_lab.memory.states import Sizes
 from gdino_lab.settings import instantiate
 from gdino_lab.tasks.protocol import Worst
@@ -40,6 +40,22 @@ def test_offload_moves_bytes_to_the_host():
     here, there = found("zero=stage2")[0], found("zero=stage2", "offload=optimizer")[0]
     assert there.peak < here.peak
     assert list(here.host) == ["checkpoint being written"] and sum(there.host.values()) > sum(here.host.values())
+
+
+@pytest.mark.slow
+def test_a_step_is_traced_once_and_told_from_every_other():
+    same = [(), ("zero=stage1",), ("bucket=5mb",), ("train.seed=7",), ("hardware.memory_limit_gib=8",), ("precision=tf32",)]
+    others = [
+        ("precision=bf16",), ("precision=bf16_autocast",), ("activations=recompute",), ("tuning=lora",), ("zero=stage2",),
+        ("model.config.dropout=0.3",),
+    ]  # fmt: skip
+    TRACES.clear()
+    assert [len(TRACES) for words in same if found(*words)] == [1] * len(same)
+    together = [found(*words)[0] for words in others]
+    assert len(TRACES) == 1 + len(others)
+    for words, kept in zip(others, together, strict=True):
+        TRACES.clear()
+        assert found(*words)[0] == kept
 
 
 def test_the_limit_decides():
