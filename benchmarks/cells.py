@@ -23,6 +23,9 @@ from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 
+from gdino_lab.commands.main import composed
+from gdino_lab.errors import ConfigurationError
+
 STAGES = range(4)
 PRECISIONS = ("fp32", "tf32", "bf16", "bf16_autocast", "fp16", "fp16_autocast")
 OFFLOADS = ("none", "optimizer", "optimizer_and_params")
@@ -69,21 +72,6 @@ def overrides(cell: dict, device: str, ranks: int, trained: Path) -> list[str]:
 def cells(precisions: list[str]) -> list[dict]:
     keys = ("task", "activations", "stage", "precision", "offload")
     return [dict(zip(keys, each, strict=True)) for each in product(TASKS, ACTIVATIONS, STAGES, precisions, OFFLOADS)]
-
-
-def composed(cell: dict, device: str, ranks: int, trained: Path):
-    """The cell's settings, or the reason why there are none."""
-    from hydra import compose, initialize_config_dir
-
-    from gdino_lab import settings
-    from gdino_lab.commands.main import conf_folder
-    from gdino_lab.errors import ConfigurationError
-
-    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-        try:
-            return settings.load(compose("config", overrides(cell, device, ranks, trained)))
-        except ConfigurationError as error:
-            return error.complaints[0]
 
 
 def take_steps(settings, steps: int) -> tuple[float, int]:
@@ -134,15 +122,14 @@ def work(arguments: argparse.Namespace, out: Path, trained: Path, share: slice) 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for number, cell in list(enumerate(cells(arguments.precisions)))[share]:
         row = {"number": number, "ranks": ranks, **cell}
-        settings = composed(cell, device, ranks, trained)
-        if isinstance(settings, str):
-            row["refused"] = settings
-        else:
+        try:
+            settings = composed(*overrides(cell, device, ranks, trained))
             instantiate(settings.data).prepare()
-            try:
-                row["loss"], row["skipped"] = take_steps(settings, arguments.steps)
-            except Exception as error:
-                row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+            row["loss"], row["skipped"] = take_steps(settings, arguments.steps)
+        except ConfigurationError as error:
+            row["refused"] = error.complaints[0]
+        except Exception as error:
+            row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         if rank == 0:
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -216,8 +203,8 @@ def main() -> None:
 
 def measured(arguments: argparse.Namespace, ranks: int, scratch: Path) -> list[dict]:
     """The rows of all cells on `ranks` ranks, in order."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
-    launcher += ["--rdzv-endpoint", "localhost:0", __file__, "--out", str(arguments.out), "--jobs", str(arguments.jobs)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
+    launcher += ["--out", str(arguments.out), "--jobs", str(arguments.jobs)]
     launcher += ["--steps", str(arguments.steps), "--device", arguments.device, "--precisions", *arguments.precisions]
     parts = [scratch / f"rows_{ranks}_{job}.jsonl" for job in range(arguments.jobs)]
     ended(subprocess.Popen([*launcher, "--work", str(part), str(scratch), str(job)]) for job, part in enumerate(parts))

@@ -19,6 +19,8 @@ import time
 import warnings
 from pathlib import Path
 
+from gdino_lab.commands.main import composed
+
 STEPS = 8  # which take longer than the writing, and so feel all that it takes of the machine
 
 
@@ -40,10 +42,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, scratch: Path) -> None:
     import torch
-    from hydra import compose, initialize_config_dir
-
-    from gdino_lab import checkpoint, engine, settings as settings_module, trainer
-    from gdino_lab.commands.main import conf_folder
+    from gdino_lab import checkpoint, engine, trainer
     from gdino_lab.pieces import pieces
     from gdino_lab.plan import make_plan
     from gdino_lab.run_folder import RunFolder
@@ -58,8 +57,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> None:
     ]  # fmt: skip
     if arguments.model != "nano":
         words.append("data.image_size=[800,1333]")
-    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-        settings = settings_module.load(compose("config", words))
+    settings = composed(*words)
     instantiate(settings.data).prepare()
     run = trainer.build(settings, make_plan(settings, 8, 1), RunFolder(scratch), lambda: False, Phases())
     dataset = run.task.train_set()

@@ -17,11 +17,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
 from transformers import get_scheduler
 
-from gdino_lab import settings as settings_module
-from gdino_lab.commands.main import conf_folder
+from gdino_lab.commands.main import composed
 from gdino_lab.data.loading import EpochSampler, loader
 from gdino_lab.scoring import records_of
 from gdino_lab.settings import instantiate
@@ -46,8 +44,7 @@ def transformers_loss(module, batch, processor) -> torch.Tensor:
 def train(criterion: str, epochs: int) -> dict:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-        settings = settings_module.load(compose("config", ["task=detection", f"train.epochs={epochs}"]))
+    settings = composed("task=detection", f"train.epochs={epochs}")
     torch.manual_seed(settings.train.seed)
     detector, processor = instantiate(settings.model)
     data = instantiate(settings.data)

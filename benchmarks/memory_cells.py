@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from gdino_lab.commands.main import composed
+
 SIZES = {"512": (512, 512), "800": (800, 1333), "1200": (1200, 2000)}
 
 
@@ -93,16 +95,6 @@ def overrides(cell: dict) -> list[str]:
     ]
 
 
-def composed(cell: dict):
-    from hydra import compose, initialize_config_dir
-
-    from gdino_lab import settings
-    from gdino_lab.commands.main import conf_folder
-
-    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-        return settings.load(compose("config", overrides(cell)))
-
-
 def measure_one(cell: dict) -> dict:
     """Bytes allocated when built, at the end of forward, and at most during each phase of the second step."""
     import torch
@@ -114,7 +106,7 @@ def measure_one(cell: dict) -> dict:
     from gdino_lab.settings import instantiate
     from gdino_lab.usage import Phases
 
-    settings = composed(cell)
+    settings = composed(*overrides(cell))
     data = instantiate(settings.data)
     data.prepare()
     plan = make_plan(settings, cell["batch"], 1)
@@ -189,7 +181,7 @@ def predict(cell: dict) -> dict:
     from gdino_lab.settings import instantiate
     from gdino_lab.tasks.protocol import Worst
 
-    settings = composed(cell)
+    settings = composed(*overrides(cell))
     task = instantiate(settings.task, seed=0)
     height, width = SIZES[cell["size"]]
     tokens, boxes = (12, 8) if cell["task"] == "detection" else (15, 0)  # as the drawn sets have

@@ -21,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from gdino_lab.commands.main import composed
+
 MODEL = [
     "task=anomaly", "model=grounding_dino_tiny", "model.pretrained=null", "data=synthetic_loco", "data.canvas=[800,1333]",
     "data.image_size=[800,1333]", "data.counts={train: 16, validation: 2, test_good: 1, test_logical: 1, test_structural: 1}",
@@ -60,16 +62,6 @@ def cells() -> list[dict]:
     return found
 
 
-def composed(cell: dict):
-    from hydra import compose, initialize_config_dir
-
-    from gdino_lab import settings
-    from gdino_lab.commands.main import conf_folder
-
-    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-        return settings.load(compose("config", [*MODEL, *cell["words"]]))
-
-
 def measure_one(cell: dict) -> dict:
     """The cell's figures, of every rank where they differ."""
     import torch
@@ -80,7 +72,7 @@ def measure_one(cell: dict) -> dict:
     from gdino_lab.run_folder import RunFolder
     from gdino_lab.usage import Phases
 
-    settings = composed(cell)
+    settings = composed(*MODEL, *cell["words"])
     plan = make_plan(settings, 16, dist.get_world_size())
     before = torch.cuda.memory_allocated()
     run = trainer.build(settings, plan, RunFolder(Path(tempfile.mkdtemp())), lambda: False, Phases())
@@ -131,7 +123,7 @@ def work(out: Path) -> None:
     taken["after the first all-reduce"] = outside()
     chosen = [cell for cell in cells() if cell["ranks"] == ranks]
     if rank == 0:
-        instantiate(composed(chosen[0]).data).prepare()
+        instantiate(composed(*MODEL, *chosen[0]["words"]).data).prepare()
     dist.barrier()
     rows: list = [None] * ranks
     dist.all_gather_object(rows, taken)
@@ -157,8 +149,8 @@ def note(out: Path, rank: int, row: dict) -> None:
 def measure(out: Path, ranks: list[int]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for count in ranks:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--rdzv-backend", "c10d"]
-        done = subprocess.run([*launcher, "--rdzv-endpoint", "localhost:0", __file__, "work", str(out)])
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        done = subprocess.run([*launcher, __file__, "work", str(out)])
         if done.returncode:
             print(f"on {count} GPU(s) not all cells were measured, see above", flush=True)
 
@@ -168,7 +160,7 @@ def predict(cell: dict) -> int:
     from gdino_lab.settings import instantiate
     from gdino_lab.tasks.protocol import Worst
 
-    settings = composed(cell)
+    settings = composed(*MODEL, *cell["words"])
     task = instantiate(settings.task, seed=0)
     return forecast(settings, task, Worst(800, 1333, tokens=15, boxes=0), cell["ranks"]).peak
 

@@ -11,10 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-
-from gdino_lab import settings
-from gdino_lab.commands.main import conf_folder
 
 # A set drawn in a second and a model input seen in milliseconds.
 SMALL = [
@@ -38,12 +34,6 @@ class Ended:
     def assert_done(self) -> "Ended":
         assert self.code == 0, self.out + self.err
         return self
-
-
-def composed(*overrides: str) -> settings.Settings:
-    """The checked settings of `gdino-lab train OVERRIDES`."""
-    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-        return settings.load(compose("config", list(overrides)))
 
 
 def environment() -> dict[str, str]:

@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 
 from gdino_lab import checkpoint, checkpoint_folder, engine, trainer
+from gdino_lab.commands.main import composed
 from gdino_lab.data.loading import EpochSampler, loader
 from gdino_lab.pieces import pieces
 from gdino_lab.plan import make_plan
 from gdino_lab.run_folder import RunFolder, read_json
 from gdino_lab.settings import instantiate
 from gdino_lab.usage import Phases
-from tests.conftest import become_a_lone_rank, composed
+from tests.conftest import become_a_lone_rank
 
 AFTER = 2  # steps
 NOT_YET = -1.0

@@ -48,7 +48,7 @@ def cells(ranks: int) -> list[list[str]]:
 
 def results(cases: list[dict], folder: Path, ranks: int) -> list[list[dict]]:
     """What resumed.py found, by rank."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *(launcher if ranks == 2 else []), str(HERE / "resumed.py"), "out.json", json.dumps(cases)]
     run(command, folder, timeout=600, PYTHONPATH=str(HERE.parent)).assert_done()
     return json.loads((folder / "out.json").read_text())

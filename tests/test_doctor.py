@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from gdino_lab import doctor
-from gdino_lab.commands.main import conf_folder
+from gdino_lab.commands.main import composed
 from gdino_lab.doctor import GIB, Finding
 from gdino_lab.machine import software
 from gdino_lab.machine.devices import Driver, Gpu, Holder
@@ -148,11 +147,10 @@ def test_compilers_and_operators(found, verdict, detail, cure):
 
 def test_what_offload_takes_is_of_the_published_model():
     """172 M, and the id to download, are those of model=grounding_dino_tiny."""
-    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-        node = compose("config", ["model=grounding_dino_tiny"]).model
-    assert node.pretrained == software.HUB_ID
+    node = composed("model=grounding_dino_tiny").model
+    assert node["pretrained"] == software.HUB_ID
     with torch.device("meta"):
-        model, _ = grounding_dino.build(node.architecture, config={})
+        model, _ = grounding_dino.build(node["architecture"], config={})
     parameters = sum(each.numel() for each in model.parameters())
     assert 16 * parameters == pytest.approx(doctor.OFFLOAD_BYTES, rel=0.01)
 

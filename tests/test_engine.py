@@ -15,9 +15,10 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import json, sys
 import torch
+from gdino_lab.commands.main import composed
 from gdino_lab.engine import backward_and_step, build_engine, start_distributed, step_report, whole_weights
 from gdino_lab.plan import make_plan
-from tests.conftest import become_a_lone_rank, composed
+from tests.conftest import become_a_lone_rank
 
 become_a_lone_rank()
 start_distributed("cpu")

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from gdino_lab import ladder, launch
-from gdino_lab.commands.main import conf_folder
+from gdino_lab.commands.main import composed, conf_folder
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.ladder import Try
 from gdino_lab.memory.forecast import Forecast, forecast
 from gdino_lab.run_folder import RunFolder, new_run_folder, write_json
 from gdino_lab.settings import Rung
 from gdino_lab.tasks.protocol import Worst
-from tests.conftest import SMALL, composed
+from tests.conftest import SMALL
 
 NAMES = sorted(path.stem for path in (conf_folder() / "ladder").glob("*.yaml"))
 SEED = {

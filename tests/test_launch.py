@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from gdino_lab import launch, preparation, settings
+from gdino_lab.commands.main import composed
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.machine.readings import Readings
 from gdino_lab.run_folder import RunFolder, new_run_folder
-from tests.conftest import composed
 
 SETTINGS = settings.as_dict(composed())
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gdino_lab.commands.main import composed
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.plan import make_plan
-from tests.conftest import composed
 
 
 BASE = composed()

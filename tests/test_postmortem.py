@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from gdino_lab import postmortem, settings as settings_module
+from gdino_lab.commands.main import composed
 from gdino_lab.data.loading import EpochSampler, loader
 from gdino_lab.errors import ConfigurationError, NotSaved
 from gdino_lab.machine.devices import Device, Holder
@@ -22,7 +23,6 @@ from gdino_lab.machine.host import Host
 from gdino_lab.machine.readings import Readings
 from gdino_lab.models.not_finite import NotFinite
 from gdino_lab.postmortem import Diagnosis, diagnose, diagnose_exit
-from tests.conftest import composed
 
 GIB = 2**30
 NOTHING = Readings()

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from gdino_lab import checkpoint, checkpoint_folder, resume
+from gdino_lab.commands.main import composed
 from gdino_lab.errors import ConfigurationError
 from gdino_lab.plan import make_plan
 from gdino_lab.run_folder import RunFolder, write_json
 from gdino_lab.settings import as_dict, flat
-from tests.conftest import composed
 from tests.test_checkpoint_folder import made
 
 

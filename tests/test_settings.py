@@ -9,9 +9,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from gdino_lab import settings
-from gdino_lab.commands.main import conf_folder
+from gdino_lab.commands.main import composed, conf_folder
 from gdino_lab.errors import ConfigurationError
-from tests.conftest import composed
 
 CONF = conf_folder()
 CHOICES = sorted(

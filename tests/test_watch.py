@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gdino_lab import settings as settings_module, watch
+from gdino_lab.commands.main import composed
 from gdino_lab.run_folder import RunFolder, new_run_folder
-from tests.conftest import composed
 
 HANGING = """
 import sys, threading, time

@@ -10,8 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from gdino_lab.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from gdino_lab.settings import Settings
 
 COMMANDS = {
     "train": "fine-tune; -m sweeps",
@@ -142,6 +146,20 @@ def quoted(override: str) -> str:
     if key not in PATHS or plain or swept or value[:1] in "'\"[{":
         return override
     return f"{key}{sign}'{value}'"
+
+
+def composed(*overrides: str) -> Settings:
+    """The checked settings of `gdino-lab train OVERRIDES`, for scripts.
+
+    Raises:
+        ConfigurationError: with every complaint.
+    """
+    from hydra import compose, initialize_config_dir
+
+    from gdino_lab import settings
+
+    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+        return settings.load(compose("config", list(overrides)))
 
 
 def conf_folder() -> Path:

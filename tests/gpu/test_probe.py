@@ -20,11 +20,12 @@ from pathlib import Path
 import torch
 
 from gdino_lab import engine, probe, trainer
+from gdino_lab.commands.main import composed
 from gdino_lab.plan import make_plan
 from gdino_lab.run_folder import RunFolder
 from gdino_lab.settings import instantiate
 from gdino_lab.usage import Phases
-from tests.conftest import become_a_lone_rank, composed
+from tests.conftest import become_a_lone_rank
 
 become_a_lone_rank()
 engine.start_distributed("cuda")

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from gdino_lab.commands.main import composed
 from gdino_lab.memory import verdict
 from gdino_lab.memory.forecast import TRACES, copied_bytes, forecast
 from gdino_lab.memory.states import Sizes
 from gdino_lab.settings import instantiate
 from gdino_lab.tasks.protocol import Worst
-from tests.conftest import composed
 
 WORST = Worst(128, 192, tokens=16, boxes=6)
 
