@@ -74,7 +74,7 @@ def cells(precisions: list[str]) -> list[dict]:
     return [dict(zip(keys, each, strict=True)) for each in product(TASKS, ACTIVATIONS, STAGES, precisions, OFFLOADS)]
 
 
-def take_steps(settings, steps: int) -> tuple[float, int]:
+def take_steps(settings, steps: int, scratch: Path) -> tuple[float, int]:
     """(loss of the last steps, mean over them and the ranks; steps skipped)."""
     import torch
     import torch.distributed as dist
@@ -87,7 +87,7 @@ def take_steps(settings, steps: int) -> tuple[float, int]:
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     plan = make_plan(settings, 64, ranks)
-    run = trainer.build(settings, plan, RunFolder(Path(tempfile.mkdtemp())), lambda: False, Phases())
+    run = trainer.build(settings, plan, RunFolder(scratch), lambda: False, Phases())
     dataset = run.task.train_set()
     batches = (
         run.task.collate([dataset[0, (2 * step + index) % 64] for index in range(rank, 2, ranks)]) for step in range(steps)
@@ -125,7 +125,7 @@ def work(arguments: argparse.Namespace, out: Path, trained: Path, share: slice) 
         try:
             settings = composed(*overrides(cell, device, ranks, trained))
             instantiate(settings.data).prepare()
-            row["loss"], row["skipped"] = take_steps(settings, arguments.steps)
+            row["loss"], row["skipped"] = take_steps(settings, arguments.steps, trained)
         except ConfigurationError as error:
             row["refused"] = error.complaints[0]
         except Exception as error:

@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from gdino_lab.commands.main import composed
@@ -95,7 +94,7 @@ def overrides(cell: dict) -> list[str]:
     ]
 
 
-def measure_one(cell: dict) -> dict:
+def measure_one(cell: dict, out: Path) -> dict:
     """Bytes allocated when built, at the end of forward, and at most during each phase of the second step."""
     import torch
 
@@ -112,7 +111,7 @@ def measure_one(cell: dict) -> dict:
     plan = make_plan(settings, cell["batch"], 1)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    run = trainer.build(settings, plan, RunFolder(Path(tempfile.mkdtemp())), lambda: False, Phases())
+    run = trainer.build(settings, plan, RunFolder(out), lambda: False, Phases())
     run.engine.train()
     found = {"before": before, "built": torch.cuda.memory_allocated()}
     for _ in range(2):
@@ -151,7 +150,7 @@ def work(number: int, chosen: list[dict], out: Path) -> None:
     start_distributed("cuda")
     for cell in chosen:
         try:
-            row = cell | measure_one(cell)
+            row = cell | measure_one(cell, out)
         except Exception as error:  # one cell's failure is a row
             row = cell | {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
         with (out / f"part_{number}.jsonl").open("a") as file:

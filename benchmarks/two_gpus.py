@@ -17,7 +17,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -62,7 +61,7 @@ def cells() -> list[dict]:
     return found
 
 
-def measure_one(cell: dict) -> dict:
+def measure_one(cell: dict, out: Path) -> dict:
     """The cell's figures, of every rank where they differ."""
     import torch
     import torch.distributed as dist
@@ -75,7 +74,7 @@ def measure_one(cell: dict) -> dict:
     settings = composed(*MODEL, *cell["words"])
     plan = make_plan(settings, 16, dist.get_world_size())
     before = torch.cuda.memory_allocated()
-    run = trainer.build(settings, plan, RunFolder(Path(tempfile.mkdtemp())), lambda: False, Phases())
+    run = trainer.build(settings, plan, RunFolder(out), lambda: False, Phases())
     images = plan.micro_batch
     batch = run.task.blank_batch(images, run.task.worst(images))
     batch["inputs"]["pixel_values"].normal_()  # black images give random weights gradients that are not finite
@@ -130,7 +129,7 @@ def work(out: Path) -> None:
     note(out, rank, {"table": "outside", "ranks": ranks, "per_rank": rows})
     for cell in chosen:
         try:
-            found = measure_one(cell)
+            found = measure_one(cell, out)
         except torch.cuda.OutOfMemoryError as error:
             print(f"rank {rank}, {cell['name']}: {str(error).splitlines()[0]}", flush=True)
             os._exit(1)  # the other rank waits for this one

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 # Each setting twice in one process, without a probe and with one: losses, scale and weights after two steps.
 SCRIPT = """
-import gc, hashlib, json, sys, tempfile, warnings
+import gc, hashlib, json, sys, warnings
 from pathlib import Path
 import torch
 
@@ -40,7 +40,7 @@ def tensor_bytes():
 
 def trained(settings, probed):
     plan = make_plan(settings, 16, 1)
-    folder = RunFolder(Path(tempfile.mkdtemp()))
+    folder = RunFolder(Path("run"))
     left = 0
     if probed:
         before = tensor_bytes()

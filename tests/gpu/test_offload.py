@@ -16,7 +16,7 @@ from tests.gpu.test_checkpoint import COMMON
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SCRIPT = """
-import json, sys, tempfile
+import json, sys
 from pathlib import Path
 
 from gdino_lab import engine
@@ -28,7 +28,7 @@ become_a_lone_rank()
 engine.start_distributed("cuda")
 found = []
 for words in json.loads(sys.argv[1]):
-    made = resumed.built(words, RunFolder(Path(tempfile.mkdtemp())))
+    made = resumed.built(words, RunFolder(Path("run")))
     found.append([loss for _ in range(10) for loss in resumed.taken(made, 0, 3)] + [engine.step_report(made.engine)["skipped_steps"]])
     engine.discard(made.engine)
     del made

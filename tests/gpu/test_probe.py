@@ -15,7 +15,7 @@ from tests.conftest import run
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SCRIPT = """
-import json, sys, tempfile
+import json, sys
 from pathlib import Path
 import torch
 
@@ -34,7 +34,7 @@ for words in json.loads(sys.argv[1]):
     settings = composed(*words)
     data = instantiate(settings.data)
     data.prepare()
-    plan, folder = make_plan(settings, data.train_size(), 1), RunFolder(Path(tempfile.mkdtemp()))
+    plan, folder = make_plan(settings, data.train_size(), 1), RunFolder(Path("run"))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     try:
