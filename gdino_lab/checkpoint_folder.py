@@ -12,6 +12,7 @@ Nothing in it is a pickle, so loading runs no code of whoever wrote it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -31,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gdino_lab.errors import NotSaved
-from gdino_lab.run_folder import read_json, write_json
+from gdino_lab.run_folder import read_json, replacing, write_json
 
 FORMAT = 3
 MANIFEST, TRAINER, ANSWERS = "manifest.json", "trainer.json", "answers.json"
@@ -93,7 +94,8 @@ def commit(partial: Path, folder: Path, step: int, ranks: int, best: bool, keep:
     for share in shares:
         files |= read_json(share)
         share.unlink()
-    manifest = json.dumps({"format": FORMAT, "step": step, "ranks": ranks, "time": time.time_ns(), "files": files}, indent=1)
+    order = 1 + max(map(order_of, written(folder)), default=0)
+    manifest = json.dumps({"format": FORMAT, "step": step, "ranks": ranks, "order": order, "files": files}, indent=1)
     write_bytes(partial / MANIFEST, [memoryview(manifest.encode())])
     sync_folder(partial)
     target = first_free(folder / name_of(step))
@@ -105,6 +107,34 @@ def commit(partial: Path, folder: Path, step: int, ranks: int, best: bool, keep:
     sync_folder(folder)
     prune(folder, keep)
     return target
+
+
+def bring(checkpoint: Path, folder: Path) -> Path:
+    """The same checkpoint among those of another run: no byte is copied where the file system can link, since none ever changes.
+
+    Raises:
+        FileExistsError: another one of that name is there.
+        OSError: it cannot be written; nothing of it is left.
+    """
+    target = folder / checkpoint.name
+    if target.exists():
+        if read_json(target / MANIFEST) != read_json(checkpoint / MANIFEST):
+            raise FileExistsError(errno.EEXIST, "another checkpoint of that name is there", str(target))
+        return target
+    with replacing(target) as partial:
+        shutil.copytree(checkpoint, partial, copy_function=link_or_copy)
+        sync_folder(partial)
+    sync_folder(folder)
+    return target
+
+
+def link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def add_answers(checkpoint: Path, answers: dict[str, Any]) -> None:
@@ -212,14 +242,27 @@ def sync_folder(folder: Path) -> None:
 
 
 def written(folder: Path) -> list[Path]:
-    """The checkpoints below `folder` that were finished, the newest first."""
-    found = []
-    for path in folder.glob("step_*"):
-        try:
-            found.append((int(read_json(path / MANIFEST)["time"]), path))
-        except (OSError, ValueError, KeyError, TypeError):
-            found.append((path.stat().st_mtime_ns, path))  # damaged: `verify` will say how
-    return [path for _, path in sorted(found, reverse=True)]
+    """The checkpoints below `folder` that were finished, the newest first, and before them those that cannot say when."""
+    unread = [path for path in folder.glob("step_*") if not order_of(path)]
+    read = [path for path in folder.glob("step_*") if order_of(path)]
+    return sorted(unread, reverse=True) + sorted(read, key=order_of, reverse=True)
+
+
+def order_of(checkpoint: Path) -> int:
+    """1 for the first of a run; no clock tells what came after what. 0 where it cannot be read: `verify` says why."""
+    try:
+        return int(read_json(checkpoint / MANIFEST)["order"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def best_until(step: int, folder: Path) -> Path | None:
+    """The best of a run's checkpoints, unless it is of a later step."""
+    best = (folder / BEST).resolve()
+    try:
+        return best if read_json(best / MANIFEST)["step"] <= step else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def verify(checkpoint: Path) -> None:

@@ -250,6 +250,7 @@ def run_rank(job: dict[str, Any], joined: bool = False) -> int:
             code = INTERRUPTED
         if rank == 0:
             folder.write_status(STATE_OF_EXIT[code], **_ending(code, folder))
+            folder.give_room()
         torch.distributed.destroy_process_group()
     except BaseException as error:
         code = record_failure(error, folder, rank, job["settings"], oom_kills)
@@ -307,6 +308,7 @@ def start_logging(folder: RunFolder, rank: int) -> None:
         add(logging.FileHandler(folder.log), line, ours_only=True)
         add(Printing(), logging.Formatter("%(message)s"), ours_only=True)
     logging.captureWarnings(True)
+    logging.raiseExceptions = False  # a line that the disk has no room for is no reason for a traceback
     warnings.simplefilter("default")
     disable_progress_bar()  # transformers' own, for every file it writes
     for noisy in ("DeepSpeed", "torch.distributed", "accelerate", "transformers"):
@@ -324,6 +326,7 @@ def record_failure(error: BaseException, folder: RunFolder, rank: int, settings:
     """
     readings = read_all(oom_kills, on_device=settings["hardware"]["device"] == "cuda")
     found = postmortem.diagnose(error, readings, settings)
+    folder.give_room()
     log.error("rank %d failed: %s", rank, found.cause)
     told = found.kind in (postmortem.REFUSED, postmortem.DISK)
     write_failure(folder, rank, found, None if told else "".join(traceback.format_exception(error)))
@@ -346,6 +349,7 @@ def exit_code(kind: str) -> int:
 def post_mortem(folder: RunFolder, error: Any, readings: Readings, settings: dict[str, Any]) -> int:
     """Status and message after a rank died, from what the ranks left or, where it could not, from how it died."""
     first = min(error.failures.values(), key=lambda failure: failure.timestamp)
+    folder.give_room()
     if not folder.rank_failure(first.local_rank).exists():
         found = postmortem.diagnose_exit(first.exitcode, first.local_rank, readings, settings)
         write_failure(folder, first.local_rank, found, None, float(first.timestamp))
@@ -363,7 +367,7 @@ def report_failure(folder: RunFolder) -> int:
     first = folder.failures()[0]
     code = exit_code(first["kind"])
     where = f"rank {first['rank']}; details in {folder.rank_log(first['rank'])}"
-    cure = first["to_try"] or f"read {folder.log}"
+    cure = first["to_try"].replace(postmortem.THIS_RUN, str(folder.path)) or f"read {folder.log}"
     folder.write_status(
         STATE_OF_EXIT[code], cause=first["cause"], where=where, kind=first["kind"], to_try=cure, figures=first["figures"]
     )

@@ -29,6 +29,9 @@ OUT_OF_MEMORY_KINDS = (ALLOCATOR, DEVICE_TAKEN, HOST, PINNED, SHARED_MEMORY)
 NOT_FINITE, HANG, REFUSED, KILLED, DISK, OTHER = "not_finite", "hang", "refused", "killed", "disk", "other"
 # Below this share left, memory counts as used up: the last reading is some tenths of a second old.
 NOTHING_LEFT = 0.05
+# Stands for the run's folder in what there is to try.
+THIS_RUN = "<this run>"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # Of AdamW from published weights: what a far larger one is brought down to at once.
 SANE_RATE = 1e-4
 
@@ -75,6 +78,11 @@ def diagnose(error: BaseException, readings: Readings, settings: Settings) -> Di
         return _pinned(root, readings, settings)
     if _shared_memory(root, readings):
         return _shared(root, readings, settings)
+    if isinstance(root, OSError) and root.errno in NO_ROOM:
+        return Diagnosis(
+            DISK, f"the disk is full: {cause_of(root)}", {"errno": errno.errorcode[root.errno]} | _known(file=root.filename),
+            f"make room there, then go on with train.resume={THIS_RUN}",
+        )  # fmt: skip
     if driver or "ALLOC_FAILED" in said or re.search(r"Failed to CUDA \w*alloc", said):
         return _device_taken(root, readings, settings)
     if (dead := _dead_data_process(root)) is not None:
@@ -343,7 +351,8 @@ def _killed(how: str, readings: Readings, settings: Settings) -> Diagnosis:
         KILLED,
         f"{how}{_host_words(readings)}{alibi}",
         figures,
-        "find out who sent it (a batch system's limit, a person, a container's end), then go on with train.resume=auto",
+        "find out who sent it (a batch system's limit, a person, a container's end), then go on with "
+        f"train.resume={THIS_RUN}",
     )
 
 
@@ -409,7 +418,7 @@ def shared_cure(settings: Settings, otherwise: str = "") -> str:
 def disk_cure(error: NotSaved, settings: Settings) -> str:
     """What is to change there; the run then goes on from the checkpoint before."""
     run = error.folder.parent
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in NO_ROOM:
         fewer = " train.keep=1" if settings["train"]["keep"] > 1 else ""
         return f"make room there, then go on with train.resume={run}{fewer}"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +44,21 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
         if task is not None and not complaints:
             if start is not None:
                 check_weights(settings, task, start.folder, where=f"train.resume={start.folder}")
+                settings.train.resume_weights = start.trainer_state["settings"]["train"]["resume_weights"]  # it holds those
             elif settings.train.resume_weights is not None:
                 settings.train.resume_weights = str(weights_of_start(settings, task))
     except ConfigurationError as error:
         complaints += error.complaints
     asked = settings.run_dir or run_dir or (start and start.run)
     own = start is not None and start.run is not None and start.run == (asked and Path(asked).resolve())
-    if asked and not own and (Path(asked) / "status.json").exists():
+    begun = asked and (Path(asked) / "status.json").exists()
+    again = begun and start is None and settings.train.resume == "auto" and resume.nothing_saved(Path(asked))
+    if begun and resume.is_running(Path(asked)):
+        complaints.append(f"{asked}: this run is still going on; stop it first, or give this one a run_dir of its own")
+    elif begun and not own and not again:
         complaints.append(
             f"run_dir={asked}: holds a run already; name another folder, or go on with train.resume={asked}"
         )
-    if own and resume.is_running(start.run):
-        complaints.append(f"train.resume={start.run}: this run is still going on; stop it first, or give this one a run_dir")
     if complaints:
         raise ConfigurationError(complaints)
     data.prepare()
@@ -69,11 +71,13 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
 
     folder = new_run_folder(asked, **settings_module.choices_of(settings))
     folder.forget_failures()
+    if again:
+        folder.rewind(-1)
     if start is not None and not own:
-        resume.bring_best(start, folder)
+        print("".join(f"{notice}\n" for notice in resume.bring(start, folder)), end="", flush=True)
     write_config(settings, folder)
     write_json(folder.plan, plan.as_dict() | {"predicted": predicted and predicted.as_dict()})
-    folder.write_status("running", pid=os.getpid(), host=socket.gethostname())
+    folder.write_status("running", **resume.this_process())
     lines = plan.lines()
     if predicted is not None:
         lines.append(f"peak memory = {predicted.peak / 2**30:.2f} GiB of a GPU  (predicted; `gdino-lab plan` shows its terms)")

@@ -58,7 +58,7 @@ def take_worst_steps(settings: Settings, plan: Plan, folder: RunFolder) -> Worst
         changed["fp16"] = plan.deepspeed["fp16"] | {"loss_scale": 1.0}
     brief = replace(plan, accumulation=passes, deepspeed=plan.deepspeed | changed)
     with saying_nothing():
-        run = build(replace(settings, tracker={}), brief, folder, lambda: False, Phases())
+        run = build(replace(settings, tracker={}), brief, folder, lambda: False, Phases(), resumed=True)  # any weights will do
     set_autocast_scale(run.engine, 1.0)
 
     worst = run.task.worst(plan.micro_batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from typing import Any
 import psutil
 
 from gdino_lab import checkpoint, checkpoint_folder
-from gdino_lab.checkpoint_folder import BEST, TRAINER, Damaged
-from gdino_lab.errors import ConfigurationError
-from gdino_lab.run_folder import RunFolder, read_json
+from gdino_lab.checkpoint_folder import BEST, LAST, TRAINER, Damaged, point
+from gdino_lab.errors import ConfigurationError, nearest
+from gdino_lab.run_folder import RunFolder, read_json, replacing
 from gdino_lab.settings import Settings, as_dict, flat
 
 # Where, how long and how it is told: nothing that training computes.
@@ -26,6 +27,8 @@ FREE = (
 )  # fmt: skip
 # How it is computed: the same trajectory but for rounding, and for dropout where the number of ranks changes.
 ELSEWHERE = ("hardware", "zero", "offload", "bucket", "activations", "train.micro_batch")
+# Seconds by which the system's word on when a process began may move, with its clock.
+SAME_PROCESS = 5
 ENDS_AT_ZERO = ("cosine", "linear")
 # Other tensors: no state of the one fits the other.
 ANOTHER_MODEL = ("model.architecture", "model.config", "tuning")
@@ -55,8 +58,10 @@ class Start:
             sound = isinstance(state["settings"], dict) and isinstance(state["versions"], dict)
             sound = sound and all(
                 isinstance(number, int)
-                for number in (state["progressed"]["step"], state["plan"]["total_steps"], state["plan"]["train_images"])
-            )
+                for number in (
+                    state["progressed"]["step"], *(state["plan"][name] for name in ("total_steps", "steps_per_epoch", "train_images"))
+                )
+            )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             sound = False
         if not sound:
@@ -73,8 +78,8 @@ def find(asked: str, runs: Path, settings: Settings) -> tuple[Start | None, list
     """The checkpoint that `train.resume` means, None for a fresh start; and what there is to say about the choice.
 
     Args:
-        asked: "none", "auto" (the newest unfinished run of the same configuration below `runs`), a run folder or a
-            checkpoint folder.
+        asked: "none", "auto" (the newest unfinished run of the same configuration below `runs`, or with run_dir the one that is
+            there), a run folder or a checkpoint folder.
 
     Raises:
         ConfigurationError: the folder named holds no whole checkpoint; says which file is damaged, and how.
@@ -119,7 +124,7 @@ def newest_whole(folder: Path) -> tuple[Start | None, list[str]]:
             damages.append(str(damage))
             continue
         said = [f"{damage}; an older checkpoint is taken, {path.name}" for damage in damages]
-        last = folder / checkpoint_folder.LAST
+        last = folder / LAST
         if not damages and last.resolve() != path.resolve():
             said.append(f"{path.name} is whole and the newest, though {last} does not point to it: its run died between the two")
         return Start(path.resolve()), said
@@ -127,28 +132,47 @@ def newest_whole(folder: Path) -> tuple[Start | None, list[str]]:
 
 
 def newest_unfinished(runs: Path, settings: Settings) -> tuple[Start | None, list[str]]:
-    """Of the runs of this configuration that did not complete and are not running, the newest with a whole checkpoint."""
-    stopped = [path.parent for path in runs.glob("*/*/checkpoints") if unfinished(path.parent)]
+    """Of the runs of this configuration that are not running and have something left to do, the newest with a whole checkpoint."""
+    folders = runs.glob("*/*") if settings.run_dir is None else [Path(settings.run_dir)]
+    stopped = [run for run in folders if status_of(run).get("state") is not None and not is_running(run)]
     notices: list[str] = []
     for run in sorted(stopped, key=lambda run: (run / "status.json").stat().st_mtime, reverse=True):
         start, said = newest_whole(run / "checkpoints")
         if start is None:
             notices += [f"train.resume=auto: {damage}" for damage in said]
         elif all(kind == "free" for *_, kind in changes(start.trainer_state["settings"], as_dict(settings))):
-            return start, [*notices, f"train.resume=auto: goes on with {run}", *said]
+            if status_of(run)["state"] != "completed" or steps_asked_for(start, settings) > start.step:
+                return start, [*notices, f"train.resume=auto: goes on with {run}", *said]
     return None, [*notices, "train.resume=auto: no unfinished run of this configuration; starts afresh"]
 
 
-def unfinished(run: Path) -> bool:
-    """Whether a run stopped before its end."""
-    return status_of(run).get("state") not in (None, "completed") and not is_running(run)
+def steps_asked_for(start: Start, settings: Settings) -> int:
+    """Steps that `settings` would have its run take in all, the data being the same."""
+    whole = settings.train.epochs * start.trainer_state["plan"]["steps_per_epoch"]
+    return min(whole, settings.train.max_steps or whole)
+
+
+def nothing_saved(run: Path) -> bool:
+    """Whether a run stopped before its first checkpoint, so that there is nothing to lose of it."""
+    stopped = status_of(run).get("state") not in (None, "completed") and not is_running(run)
+    return stopped and not checkpoint_folder.written(run / "checkpoints")
 
 
 def is_running(run: Path) -> bool:
     """Whether a run still goes on, on this machine."""
     status = status_of(run)
-    here = status.get("host") == socket.gethostname()
-    return status.get("state") == "running" and here and psutil.pid_exists(status.get("pid", -1))
+    if status.get("state") != "running" or status.get("host") != socket.gethostname():
+        return False
+    try:  # a process id comes again, in a container or after a boot soon
+        began = psutil.Process(status["pid"]).create_time()
+        return abs(began - status["process_began"]) < SAME_PROCESS
+    except (KeyError, psutil.Error):
+        return False
+
+
+def this_process() -> dict[str, Any]:
+    """What `is_running` tells a run's process by."""
+    return {"pid": os.getpid(), "process_began": psutil.Process().create_time(), "host": socket.gethostname()}
 
 
 def status_of(run: Path) -> dict[str, Any]:
@@ -184,14 +208,11 @@ def below(key: str, keys: Any) -> bool:
 def compare(start: Start, settings: dict[str, Any], plan: dict[str, Any]) -> tuple[list[str], list[str]]:
     """(complaints, notices) about what differs from the configuration the checkpoint was written under, field by field."""
     stored, allowed = start.trainer_state, settings["train"]["resume_allow"]
-    complaints, notices = [], []
+    complaints, notices, other_model = [f"train.resume_allow: {each}" for each in unknown(allowed, settings)], [], []
     for key, then, now, kind in changes(stored["settings"], settings):
         said = f"{key}: {shown(then)} -> {shown(now)}"
         if kind == "model":
-            complaints.append(
-                f"{said}: no state of the one model fits the other; train.resume_weights={start.folder} takes the weights only, "
-                "as far as they have the same names and shapes"
-            )
+            other_model.append(said)
         elif kind == "result" and not below(key, allowed):
             complaints.append(
                 f"{said}: changes what is trained; ask for it with train.resume_allow=[{key}], or take the weights only with "
@@ -204,6 +225,11 @@ def compare(start: Start, settings: dict[str, Any], plan: dict[str, Any]) -> tup
                 "result": ", another training from here on, as asked for",
             }
             notices.append(f"{said}{meaning[kind]}")
+    if other_model:
+        complaints.append(
+            f"{', '.join(other_model)}: no state of the one model fits the other; train.resume_weights={start.folder} takes the "
+            "weights only, as far as they have the same names and shapes"
+        )
     if stored["plan"]["train_images"] != plan["train_images"] and not below("data", allowed):
         complaints.append(
             f"data: {stored['plan']['train_images']} training images then, {plan['train_images']} now; ask for it with "
@@ -215,6 +241,13 @@ def compare(start: Start, settings: dict[str, Any], plan: dict[str, Any]) -> tup
         if then != now:
             notices.append(f"version of {name}: {then} -> {now}")
     return [f"train.resume={start.folder}: {complaint}" for complaint in complaints], notices
+
+
+def unknown(keys: list[str], settings: dict[str, Any]) -> list[str]:
+    """A word on each key that is neither a setting nor a group of them."""
+    known = flat(settings)
+    groups = {key.rpartition(".")[0] for key in known} | {key.partition(".")[0] for key in known}
+    return [f"{key} is no setting.{nearest(key, [*known, *groups])}" for key in keys if key not in known and key not in groups]
 
 
 def shown(value: Any) -> str:
@@ -241,14 +274,38 @@ def extension(start: Start, plan: dict[str, Any], settings: Settings) -> tuple[l
 # --- another folder ---------------------------------------------------------------------------------------------------
 
 
-def bring_best(start: Start, folder: RunFolder) -> None:
-    """The best model so far goes along where a run is resumed in another folder: it may stay the best."""
-    if start.run is None:
-        return
-    if (start.run / "model").is_dir():
-        shutil.copytree(start.run / "model", folder.model, dirs_exist_ok=True)
-    best = start.folder.parent / BEST
-    if best.is_dir():
-        target = folder.checkpoints / best.resolve().name
-        shutil.copytree(best.resolve(), target)
-        checkpoint_folder.point(folder.checkpoints / BEST, target)
+def bring(start: Start, folder: RunFolder) -> list[str]:
+    """A run that is resumed in another folder has there what it goes on from, so that it can go on from it again, and the best
+    until then, which may stay the best. Returns what there is to say.
+
+    Raises:
+        ConfigurationError: it cannot be written there.
+    """
+    said = []
+    try:
+        best = best_of(start)
+    except Damaged as damage:
+        best, said = None, [f"the best so far is left behind: {damage}"]
+    try:
+        if best is not None:
+            with replacing(folder.model) as partial:
+                shutil.copytree(start.run / "model", partial)
+            point(folder.checkpoints / BEST, checkpoint_folder.bring(best, folder.checkpoints))
+        point(folder.checkpoints / LAST, checkpoint_folder.bring(start.folder, folder.checkpoints))
+    except OSError as error:
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error  # copytree tells of every file
+        raise ConfigurationError(f"run_dir={folder.path}: {start.folder} cannot be brought there: {why}") from None
+    return said
+
+
+def best_of(start: Start) -> Path | None:
+    """The best checkpoint of the run, as of `start`, where the model that goes with it is there too.
+
+    Raises:
+        Damaged: it is not whole.
+    """
+    best = checkpoint_folder.best_until(start.step, start.folder.parent)
+    if best is None or start.run is None or not (start.run / "model").is_dir():
+        return None
+    checkpoint_folder.verify(best)
+    return best

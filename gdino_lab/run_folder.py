@@ -15,6 +15,8 @@ from typing import Any
 
 from gdino_lab.errors import ConfigurationError
 
+# Bytes: of a few reports, each with its traceback.
+ROOM = 2**18
 # A failure's kind where a rank only noticed that another one was gone.
 LOST_PEER = "lost_peer"
 
@@ -66,6 +68,17 @@ class RunFolder:
         found = [read_json(path) for path in (self.path / "ranks").glob("rank_*.failure.json")]
         return sorted(found, key=lambda failure: (failure["kind"] == LOST_PEER, failure["time"]))
 
+    def keep_room(self) -> None:
+        """Hold some of the disk, for `give_room` to let go when it is full and what happened has to be written down."""
+        self._room.write_bytes(bytes(ROOM))
+
+    def give_room(self) -> None:
+        self._room.unlink(missing_ok=True)
+
+    @property
+    def _room(self) -> Path:
+        return self.path / "ranks" / ".room"
+
     def forget_failures(self) -> None:
         """Of an earlier try."""
         for path in (self.path / "ranks").glob("rank_*.failure.json"):
@@ -110,6 +123,7 @@ def new_run_folder(run_dir: str | None, task: str, data: str) -> RunFolder:
             place.mkdir(exist_ok=True)
             with tempfile.TemporaryFile(dir=place):
                 pass
+        folder.keep_room()
     except OSError as error:
         raise ConfigurationError(
             f"run_dir={run_dir or 'null'}: {place} cannot be written ({error.strerror}); name another, or make it writable"
@@ -152,8 +166,12 @@ def write_json(path: Path, content: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """Whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

@@ -7,7 +7,7 @@ a `_target_` (task, data, model, tuning, optimizer, tracker) are checked against
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,8 @@ def load(config: DictConfig) -> Settings:
     Raises:
         ConfigurationError: with every complaint there is, each naming its key and what is allowed.
     """
+    if added := added_keys(config):
+        raise ConfigurationError([no_such_key(key) for key in added])
     settings = OmegaConf.to_object(config)
     complaints = [complaint for node in TARGET_NODES for complaint in check_target(node, getattr(settings, node))]
     complaints += _check_ranges(settings) + _check_combinations(settings)
@@ -353,6 +355,24 @@ def _check_combinations(settings: Settings) -> list[str]:
     if weights is not None and not Path(weights).is_dir():
         complaints.append(f"train.resume_weights={weights}: no such folder; allowed is a run or checkpoint folder")
     return complaints
+
+
+def no_such_key(key: str) -> str:
+    others = [known for known in known_keys() if not key.startswith(f"{known}.")]
+    hint = nearest(key, others) or " `gdino-lab train --cfg job` shows the keys there are."
+    return f"{key}: no such key.{hint}"
+
+
+def added_keys(config: DictConfig, prefix: str = "") -> list[str]:
+    """Keys that the schema does not have, let in by `+key=value`; nothing would read them."""
+    schema = OmegaConf.get_type(config)
+    found = []
+    for name in config:
+        if is_dataclass(schema) and name not in {each.name for each in fields(schema)}:
+            found.append(f"{prefix}{name}")
+        elif OmegaConf.is_dict(config._get_node(name)):
+            found += added_keys(config[name], f"{prefix}{name}.")
+    return found
 
 
 def known_keys() -> list[str]:

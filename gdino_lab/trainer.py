@@ -138,7 +138,7 @@ def train(
         NotSaved: a checkpoint could not be written.
     """
     with phases("build"):
-        run = build(settings, plan, folder, stop_asked, phases)
+        run = build(settings, plan, folder, stop_asked, phases, resumed=resume is not None)
         run.beat = beat
         state = Progressed() if resume is None else go_on(run, Path(resume))
     first_step = state.step
@@ -165,6 +165,9 @@ def go_on(run: Run, resume: Path) -> Progressed:
     """Restore what a checkpoint holds, prove it, and forget what came after it."""
     stored = checkpoint.load(run.engine, run.average, resume)
     state = restored(stored)
+    if state.step < run.plan.total_steps and checkpoint_folder.best_until(state.step, run.folder.checkpoints) is None:
+        # It was of a later step, or is not there; what is evaluated from here on counts.
+        state.best_selection = state.best_epoch = state.best = None
     with checkpoint_folder.Stored(resume) as tensors:
         run.meter.resume(tensors.own(METER, dist.get_rank()), stored["epoch_losses"], run.device)
     log.info("resumed %s at step %d of %d", resume, state.step, run.plan.total_steps)
@@ -181,9 +184,13 @@ def go_on(run: Run, resume: Path) -> Progressed:
 
 
 def build(
-    settings: Settings, plan: Plan, folder: RunFolder, stop_asked: Callable[[], bool], phases: Phases
+    settings: Settings, plan: Plan, folder: RunFolder, stop_asked: Callable[[], bool], phases: Phases, resumed: bool = False
 ) -> Run:
-    """Instantiate data, model, task, optimizer and engine from the configuration."""
+    """Instantiate data, model, task, optimizer and engine from the configuration.
+
+    Args:
+        resumed: the weights come from a checkpoint, and so not from train.resume_weights.
+    """
     device = prepare_device(settings)
     seed_everything(settings.train.seed)
     detector, processor = instantiate(settings.model)
@@ -195,7 +202,7 @@ def build(
     if settings.activations.recompute:
         recompute_activations(detector)
     module = task.attach(detector).to(device=device, dtype=DTYPES[settings.precision.weights])
-    if settings.train.resume_weights is not None:
+    if settings.train.resume_weights is not None and not resumed:
         checkpoint.load_weights(module, Path(settings.train.resume_weights))
     groups = tuning.groups(module, settings.optimizer["lr"])
     moving = sum(parameter.numel() for group in groups for parameter in group["params"])

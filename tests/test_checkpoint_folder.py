@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from itertools import pairwise
@@ -35,6 +37,29 @@ def test_links_point_to_whole_folders_and_old_ones_go(tmp_path: Path):
     ]  # fmt: skip
     assert (tmp_path / "last").resolve().name == "step_00000006"
     assert (tmp_path / "best").resolve().name == "step_00000002"
+
+
+def test_what_is_newer_is_told_by_no_clock(tmp_path: Path):
+    paths = [made(tmp_path, step) for step in (3, 1, 2)]
+    for age, path in enumerate(paths):
+        for file in (path, *path.iterdir()):
+            os.utime(file, (10**9 - age, 10**9 - age))
+    assert checkpoint_folder.written(tmp_path) == paths[::-1]
+    (paths[1] / "manifest.json").write_text("{")  # what cannot say is looked at first
+    assert checkpoint_folder.written(tmp_path) == [paths[1], paths[2], paths[0]]
+
+
+def test_a_checkpoint_is_brought_where_no_link_can_be(tmp_path: Path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    path, other = made(tmp_path / "one"), tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setattr(os, "link", fails)
+    brought = checkpoint_folder.bring(path, other)
+    checkpoint_folder.verify(brought)
+    assert checkpoint_folder.bring(path, other) == brought and brought.name == path.name
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == {file.name: file.read_bytes() for file in brought.iterdir()}
 
 
 def test_answers_come_later(tmp_path: Path):

@@ -261,7 +261,9 @@ def test_shared_memory_in_the_words_of_each(error):
 
 def test_a_full_disk_is_no_full_shared_memory(cpu):
     full = OSError(errno.ENOSPC, "No space left on device", "outputs/model.safetensors")
-    assert diagnose(full, Readings(shared=(GIB, GIB)), cpu).kind == "other"
+    found = diagnose(full, Readings(shared=(GIB, GIB)), cpu)
+    assert (found.kind, found.figures) == ("disk", {"errno": "ENOSPC", "file": "outputs/model.safetensors"})
+    assert found.to_try == f"make room there, then go on with train.resume={postmortem.THIS_RUN}"
     assert diagnose(OSError(errno.ENOSPC, "No space left on device"), Readings(shared=(GIB, 0)), cpu).kind == "shared_memory"
     many = RuntimeError("unable to open shared memory object </torch_1_2> in read-write mode: Too many open files (24)")
     found = diagnose(many, Readings(open_files=1024), cpu)

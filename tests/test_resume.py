@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -78,10 +79,9 @@ def test_auto_takes_the_newest_unfinished_run_of_this_configuration(tmp_path: Pa
         [((), "failed"), ((), "interrupted"), (("train.seed=7",), "failed"), ((), "completed"), ((), "running")]
     ):
         run = runs / "day" / f"run{number}"
-        written(run, *words, state=state)
+        written(run, *words, state=state, step=40 if state == "completed" else 4)
         os.utime(run / "status.json", (number, number))
-    status = json.loads((runs / "day" / "run4" / "status.json").read_text())
-    write_json(runs / "day" / "run4" / "status.json", status | {"pid": os.getpid()})  # still going on
+    RunFolder(runs / "day" / "run4").write_status("running", **resume.this_process())
     os.utime(runs / "day" / "run4" / "status.json", (4, 4))
     start, said = resume.find("auto", runs, composed())
     assert start.run == (runs / "day" / "run1").resolve() and "goes on with" in said[0]
@@ -90,6 +90,99 @@ def test_auto_takes_the_newest_unfinished_run_of_this_configuration(tmp_path: Pa
     start, said = resume.find("auto", runs, composed("train.seed=8"))
     assert start is None and "starts afresh" in said[-1]
     assert resume.find("none", runs, composed()) == (None, [])
+
+
+def test_auto_takes_a_completed_run_where_more_is_asked_for(tmp_path: Path):
+    written(tmp_path / "day" / "run", state="completed", step=40)
+    assert composed().train.epochs == 5  # of 64 images in batches of 8
+    for words, found in (([], False), (["train.epochs=6"], True), (["train.epochs=6", "train.max_steps=40"], False)):
+        assert (resume.find("auto", tmp_path, composed(*words))[0] is not None) == found, words
+
+
+def test_auto_with_run_dir_means_the_run_there(tmp_path: Path):
+    written(tmp_path / "day" / "run")
+    place = tmp_path / "place"
+    assert resume.find("auto", tmp_path, composed(f"run_dir={place}"))[0] is None
+    written(place)
+    assert resume.find("auto", tmp_path, composed(f"run_dir={place}"))[0].run == place
+    assert resume.find("auto", tmp_path, composed(f"run_dir={place}", "train.seed=3"))[0] is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "running"),
+    [({}, True), ({"pid": 2**22 + 1}, False), ({"process_began": 1.0}, False), ({"host": "another"}, False), ({"state": "failed"}, False)],
+)
+def test_a_process_is_known_by_when_it_began_since_its_number_comes_again(tmp_path: Path, changed: dict, running: bool):
+    write_json(tmp_path / "status.json", {"state": "running"} | resume.this_process() | changed)
+    assert resume.is_running(tmp_path) == running
+
+
+def test_nothing_is_saved_of_a_run_that_stopped_before_its_first_checkpoint(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    for state, alone in (("failed", True), ("completed", False)):
+        folder.write_status(state)
+        assert resume.nothing_saved(tmp_path) == alone
+    folder.write_status("running", **resume.this_process())
+    assert not resume.nothing_saved(tmp_path)
+    written(tmp_path)
+    assert not resume.nothing_saved(tmp_path)
+
+
+# --- another folder ---------------------------------------------------------------------------------------------------
+
+
+def run_with_best(run: Path, best: int, last: int) -> Path:
+    """A run with a model and checkpoints of two steps; returns the later one."""
+    paths = {step: written(run, step=step) for step in sorted((best, last))}
+    for link, step in (("best", best), ("last", last)):
+        checkpoint_folder.point(run / "checkpoints" / link, paths[step])
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    return paths[last]
+
+
+def new_folder(place: Path) -> RunFolder:
+    (place / "checkpoints").mkdir(parents=True)
+    return RunFolder(place)
+
+
+def test_a_run_in_another_folder_has_what_it_goes_on_from_and_the_best(tmp_path: Path):
+    newest = run_with_best(tmp_path / "old", best=4, last=8)
+    new = new_folder(tmp_path / "new")
+    for _ in range(2):  # again, where the first try was stopped
+        assert resume.bring(resume.Start(newest.resolve()), new) == []
+        start, said = resume.newest_whole(new.checkpoints)
+        assert (start.step, said) == (8, [])
+        assert checkpoint_folder.best_until(8, new.checkpoints).name == "step_00000004"
+        assert (new.model / "config.json").is_file() and not list(new.path.rglob(".*"))
+
+
+def test_a_best_of_later_steps_or_that_is_damaged_stays_behind(tmp_path: Path):
+    first = run_with_best(tmp_path / "old", best=8, last=4)
+    new = new_folder(tmp_path / "new")
+    assert resume.bring(resume.Start(first.resolve()), new) == []
+    assert sorted(path.name for path in new.checkpoints.iterdir()) == ["last", "step_00000004"] and not new.model.exists()
+    newest = run_with_best(tmp_path / "damaged", best=4, last=8)
+    (newest.parent / "best" / "state_0-000.safetensors").write_bytes(b"short")
+    (said,) = resume.bring(resume.Start(newest.resolve()), new_folder(tmp_path / "third"))
+    assert "left behind" in said and "state_0-000.safetensors: has 5 bytes" in said
+
+
+def test_what_cannot_be_brought_leaves_nothing_and_is_one_message(tmp_path: Path, monkeypatch):
+    newest = run_with_best(tmp_path / "old", best=4, last=8)
+    new = new_folder(tmp_path / "new")
+
+    def fails(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder, "link_or_copy", fails)
+        with pytest.raises(ConfigurationError, match="cannot be brought there: .*No space left on device"):
+            resume.bring(resume.Start(newest.resolve()), new)
+    assert list(new.checkpoints.iterdir()) == []
+    made(new.checkpoints, 8)  # another one
+    with pytest.raises(ConfigurationError, match="another checkpoint of that name is there"):
+        resume.bring(resume.Start(newest.resolve()), new)
 
 
 # --- what differs -----------------------------------------------------------------------------------------------------
@@ -135,7 +228,16 @@ def test_what_changes_the_result_is_refused_unless_asked_for(tmp_path: Path, wor
 @pytest.mark.parametrize("words", [["tuning=lora"], ["model=grounding_dino_tiny"]])
 def test_another_model_is_refused_with_the_way_out(tmp_path: Path, words: list[str]):
     complaints, _ = compared(written(tmp_path), *words, "train.resume_allow=[model, tuning, data]")
-    assert complaints and all("train.resume_weights=" in complaint for complaint in complaints)
+    (complaint,) = [each for each in complaints if "no state of the one model" in each]
+    assert "train.resume_weights=" in complaint and words[0].split("=")[0] in complaint
+
+
+def test_what_is_allowed_to_change_has_to_be_a_setting(tmp_path: Path):
+    path = written(tmp_path)
+    for key in ("train.seed", "train", "task.edit_shares", "precision"):
+        assert compared(path, f"train.resume_allow=[{key}]")[0] == []
+    (complaint,), _ = compared(path, "train.resume_allow=[precison]")
+    assert "precison is no setting. Did you mean 'precision'?" in complaint
 
 
 def test_other_images_and_other_versions_are_noticed(tmp_path: Path):

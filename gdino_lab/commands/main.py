@@ -33,8 +33,10 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 FLAGS_WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
 PATHS = (
     "run_dir", "out", "run", "checkpoint", "images", "data.root", "model.pretrained", "train.resume", "task.guard",
-    "task.guard_images",
+    "task.guard_images", "train.resume_weights",
 )  # fmt: skip
+# Paths that no sweep runs over, so that a comma in one is a comma.
+ONE_PATH = ("run", "images", "train.resume", "train.resume_weights")
 # These start from a finished run's own configuration instead of conf/.
 OF_A_RUN = ("eval", "export", "predict", "blend")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
@@ -136,13 +138,13 @@ def overrides_last(words: list[str]) -> list[str]:
 def quoted(override: str) -> str:
     """Hydra's grammar wants quotes around what a path may well hold: spaces, '=', brackets, letters beyond ASCII.
 
-    A comma is left alone, since it separates the values of a sweep, but for train.resume, which is never swept.
+    A comma is left alone, since it separates the values of a sweep, but in what is never swept.
     """
     key, sign, value = override.partition("=")
     if key == "alpha" and value[:1] != "[":
         return f"alpha=[{value}]"
     plain = re.fullmatch(r"[\w./:@%+~-]*", value, re.ASCII) is not None
-    swept = "," in value and key != "train.resume"
+    swept = "," in value and key not in ONE_PATH
     if key not in PATHS or plain or swept or value[:1] in "'\"[{":
         return override
     return f"{key}{sign}'{value}'"
@@ -183,13 +185,13 @@ def refuse(complaints: list[str]) -> None:
 
 def plain(error: Exception) -> str:
     """Hydra's, OmegaConf's and YAML's messages in one line, with the nearest right spelling of an unknown key."""
-    from gdino_lab.settings import known_keys
+    from gdino_lab.settings import no_such_key
 
     deepest = error
     while deepest.__cause__ is not None and "Error merging override" in str(deepest):
         deepest = deepest.__cause__
     text = str(deepest)
-    key = re.search(r"full_key: (\S+)", text)
+    key = re.search(r"full_key: (\S+)", text) or re.match(r"Could not override '([^']+)'", text)
     file = re.search(r"Could not find '([^']+)'", text)
     # What follows names Python types and search paths, which a user has no use for.
     message = " ".join(re.split(r"\s*(?:full_key|object_type|Config search path)", text)[0].split())
@@ -198,10 +200,11 @@ def plain(error: Exception) -> str:
         return message + nearest(file[1], [str(path.relative_to(conf_folder()).with_suffix("")) for path in files])
     if key is None:
         return message
-    if "not in" not in message:
-        return f"{key[1]}: {message}"
-    hint = nearest(key[1], known_keys()) or " `gdino-lab train --cfg job` shows the keys there are."
-    return f"{key[1]}: no such key.{hint}"
+    if "not in" in message or "Could not override" in message:
+        return no_such_key(key[1])
+    if "is not a ListConfig" in message:
+        return f"{key[1]}: takes a list, {key[1]}=[...,...]"
+    return f"{key[1]}: {message}"
 
 
 def complete(arguments: list[str]) -> int:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load
 
-from gdino_lab import checkpoint_folder
+from gdino_lab import checkpoint_folder, resume
 from gdino_lab.resume import newest_whole
 from gdino_lab.run_folder import RunFolder, write_json
 from tests.conftest import SMALL, environment, read_json, read_metrics
@@ -183,7 +181,7 @@ def test_a_tensor_that_is_not_there_is_named(finished: Path, train: Train, tmp_p
 
 def test_a_run_that_goes_on_is_not_taken_from_under_it(finished: Path, train: Train, tmp_path: Path):
     shutil.copytree(finished, tmp_path / "run", symlinks=True)
-    RunFolder(tmp_path / "run").write_status("running", pid=os.getpid(), host=socket.gethostname())
+    RunFolder(tmp_path / "run").write_status("running", **resume.this_process())
     refused = train(tmp_path, "train.resume=run", "train.max_steps=8")
     assert refused.codes == [2] and "this run is still going on; stop it first" in refused.text
     assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
@@ -195,6 +193,56 @@ def test_weights_alone_start_another_run(finished: Path, train: Train, tmp_path:
     score = "auroc_validation_edits/mean"
     assert read_metrics(second, "untuned")[0][score] == read_metrics(finished, "epoch")[-1][score], text
     assert steps(second) == [1]
+
+
+def test_a_resume_needs_no_weights_to_start_from(finished: Path, train: Train, tmp_path: Path):
+    """The line that began the run, and train.resume besides; those weights may be gone."""
+    words = [f"train.resume_weights={tmp_path / 'start'}", "run_dir=run", "train.resume=auto"]
+    shutil.copytree(finished, tmp_path / "start", symlinks=True)
+    train(tmp_path, *words, "train.max_steps=1").done()
+    shutil.rmtree(tmp_path / "start" / "checkpoints")
+    train(tmp_path, *words, "train.max_steps=2").done()
+    assert steps(tmp_path / "run") == [1, 2]
+
+
+def test_one_line_begins_a_run_begins_it_again_and_goes_on_with_it(train: Train, tmp_path: Path):
+    """As a batch system calls it."""
+    line = ["train.resume=auto", "run_dir=run", *SAVING]
+    run = tmp_path / "run"
+    assert train(tmp_path, *line, deed=ONLY_PREPARED).codes == [7]
+    RunFolder(run).append_metrics({"kind": "step", "step": 1})
+    text = train(tmp_path, *line, deed=INTERRUPTED_AFTER_THREE)
+    assert text.codes == [130] and "starts afresh" in text.text and steps(run) == [1, 2, 3]
+    assert "goes on with" in train(tmp_path, *line).done() and steps(run) == [1, 2, 3, 4, 5, 6]
+    refused = train(tmp_path, *line)
+    assert refused.codes == [2] and "holds a run already" in refused.text
+
+
+INTERRUPTED_AFTER_THREE = """
+import gdino_lab.trainer as trainer
+honest = trainer.stop_anywhere
+trainer.stop_anywhere = lambda run: honest(run) or run.engine.global_steps == 3
+"""
+
+
+def test_a_run_in_another_folder_goes_on_from_the_same_step_whenever_it_dies(finished: Path, train: Train, tmp_path: Path):
+    longer, off = "train.max_steps=8", "train.resume_check=off"  # the score is one that was made up
+    moved = tmp_path / "moved"
+    assert train(tmp_path, f"train.resume={finished}", longer, off, "run_dir=moved", deed=ONLY_PREPARED).codes == [7]
+    start, said = newest_whole(moved / "checkpoints")
+    assert (start.step, said, target(moved, "best")) == (6, [], "step_00000004")
+    assert_all_whole(moved)
+    train(tmp_path, "train.resume=moved", longer, off).done()
+    assert steps(moved) == [7, 8] and (moved / "model" / "config.json").is_file()
+
+
+def test_a_best_of_steps_that_are_taken_again_is_none(finished: Path, train: Train, tmp_path: Path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    checkpoint_folder.point(run / "checkpoints" / "best", run / "checkpoints" / "step_00000006")
+    train(tmp_path, f"train.resume={run / 'checkpoints' / 'step_00000005'}", "train.max_steps=6", "train.resume_check=off").done()
+    assert target(run, "best") == target(run, "last") == "step_00000006_2"
+    assert read_json(run / "summary.json")["best_epoch"] == 2
 
 
 def test_run_goes_on_from_an_older_checkpoint_to_its_end(finished: Path, train: Train, tmp_path: Path):
@@ -263,6 +311,37 @@ def test_full_disk(deed: str, said: str, may_mount: bool, train: Train, tmp_path
     assert read_json(run / "status.json") == {"state": "completed"}
     assert len(names(run)) - 2 == len({target(run, "last"), target(run, "best")})
     assert_all_whole(run)
+
+
+FILLED_LATER = """
+from contextlib import suppress
+from gdino_lab.run_folder import RunFolder
+honest = RunFolder.append_metrics
+def append(folder, row):
+    if row["step"] == 3:
+        with suppress(OSError), (folder.path / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    honest(folder, row)
+RunFolder.append_metrics = append
+"""
+
+
+def test_full_disk_that_holds_the_whole_run(may_mount: bool, train: Train, tmp_path: Path):
+    if not may_mount:
+        pytest.skip("nothing can be mounted here")
+    run = tmp_path / "run"
+    before = "mkdir run && mount -t tmpfs -o size=90m tmpfs run"
+    after = "rm run/filler; cp -a run kept && umount run && rmdir run && mv kept run"
+    ended = train(tmp_path, *SAVING, "run_dir=run", before=before, after=after, deed=FILLED_LATER)
+    assert ended.codes == [1] and "Traceback" not in ended.text, ended.text
+    status = read_json(run / "status.json")
+    assert (status["state"], status["kind"]) == ("failed", "disk")
+    assert status["to_try"].startswith(f"make room there, then go on with train.resume={run}")
+    assert status["to_try"] in ended.text
+    assert not list(run.glob(".*")) + list((run / "ranks").glob(".*"))
+    train(tmp_path, "train.resume=run", *SAVING).done()
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
 
 
 def test_folder_that_may_not_be_written_is_refused_before_anything_starts(
