@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForZeroShotObjectDetection, AutoProcessor
 
+from gdino_lab.checkpoint_folder import Stored
 from gdino_lab.commands.main import main
 from gdino_lab.data.images import pad_batch, read_rgb, resize, to_tensor
 from tests.conftest import Ended, read_json, read_metrics, run
@@ -62,6 +63,25 @@ def test_losses_are_finite_and_fall_under_a_table_of_tuned_beside_untuned(finish
     assert [row[0] for row in summary["tables"][0]["rows"]] == ["tuned", "untuned"]
     assert [row[0] for row in summary["tables"][1]["rows"]] == ["long screw", "short screw", "nut", "washer"]
     assert not any("text_backbone" in name for name in summary["untrained"])
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(place: Path):
+    """With everything that draws: augmented images, from data processes, a moving average, and dropout."""
+    words = [*DRAWN, "train.workers=1", "train.ema_decay=0.5", "train.save_every=1", "model.config.dropout=0.1", "train.keep=9"]
+    gdino(place, "train", *words, "run_dir=at_once", "train.max_steps=5").assert_done()
+    third = place / "at_once" / "checkpoints" / "step_00000003"
+    gdino(place, "train", *words, "run_dir=in_two", "train.max_steps=5", f"train.resume={third}").assert_done()
+    for kind in ("step", "epoch"):
+        rows, again = (read_metrics(place / name, kind) for name in ("at_once", "in_two"))
+        for row in [*rows, *again]:
+            for measured in ("images_per_s", "memory_gib"):
+                row.pop(measured, None)
+        assert again and again == rows[-len(again) :]
+    with Stored(place / "at_once/checkpoints/last") as one, Stored(place / "in_two/checkpoints/last") as other:
+        for name in one.names("weight"):
+            for kind in one.kinds(name):
+                values = (each.read(kind, name, 0, each.size(kind, name)) for each in (one, other))
+                assert torch.equal(*values), (kind, name)
 
 
 def test_eval_gives_the_runs_own_numbers(finished: Path, place: Path):

@@ -71,6 +71,11 @@ def test_unknown_command_lists_the_commands(call):
         (["task.edit_shares.clean=0.9"], "task.edit_shares sum to"),
         (["model=grounding_dino_tiny"], "hf download IDEA-Research/grounding-dino-tiny"),
         (["model.pretrained=nowhere"], "model.pretrained=nowhere"),
+        (["train.epohcs=3"], "train.epohcs: no such key. Did you mean 'train.epochs'?"),
+        (["+train.epohcs=3"], "train.epohcs: no such key. Did you mean 'train.epochs'?"),
+        (["+trainn.epochs=3"], "trainn: no such key. Did you mean 'train'?"),
+        (["optimizer.betaz=3"], "optimizer.betaz: no such key"),
+        (["train.resume_allow=precision"], "train.resume_allow: takes a list, train.resume_allow=[...,...]"),
         (["+model.config.d_modl=32"], "Did you mean 'd_model'?"),
         (["+tuning.rank=3"], "tuning.rank"),
         (["optimizer._target_=os.system"], "optimizer._target_=os.system"),
@@ -130,7 +135,8 @@ def test_a_broken_yaml_file_is_refused(call, tmp_path: Path):
 def test_overrides_may_stand_on_both_sides_of_a_flag():
     assert overrides_last(["a=1", "-m", "b=2,3"]) == ["-m", "a=1", "b=2,3"]
     assert overrides_last(["data.root=/März/a b"]) == ["data.root='/März/a b'"]
-    assert overrides_last(["train.resume=s/0_a=1,b=2"]) == ["train.resume='s/0_a=1,b=2'"]
+    for key in ("run", "train.resume", "train.resume_weights"):  # as a sweep calls its folders
+        assert overrides_last([f"{key}=s/0_a=1,b=2"]) == [f"{key}='s/0_a=1,b=2'"]
     assert overrides_last(["data.root=a,b", "run_dir=plain/x-1"]) == ["data.root=a,b", "run_dir=plain/x-1"]
     assert overrides_last(["a=1", "--config-path", "out/0_a=1", "~b"]) == ["--config-path", "out/0_a=1", "a=1", "~b"]
 
