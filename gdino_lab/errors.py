@@ -29,6 +29,10 @@ class NotSaved(OSError):
         self.folder, self.errno, self.echo = folder, errno, echo
 
 
+class Unproved(ConfigurationError):
+    """A checkpoint's model does not answer or score as the checkpoint says; nothing was trained."""
+
+
 def nearest(word: str, allowed: Iterable[str]) -> str:
     """' Did you mean X?' for the closest of `allowed`, or an empty string when nothing is close."""
     close = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)

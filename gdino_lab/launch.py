@@ -28,7 +28,7 @@ from gdino_lab.machine.host import read_oom_kills
 from gdino_lab.machine.readings import Readings, read_all
 from gdino_lab.plan import Plan
 from gdino_lab.preparation import device_complaints, prepare
-from gdino_lab.run_folder import LOST_PEER, RunFolder, write_json
+from gdino_lab.run_folder import LOST_PEER, RunFolder, write_json, write_text
 from gdino_lab.settings import Settings
 from gdino_lab.watch import Heart, Watch
 
@@ -177,7 +177,7 @@ def spawn(job: dict[str, Any], devices: int) -> int:
             if asked and only_stopped(folder):
                 folder.write_status("interrupted", **_ending(INTERRUPTED, folder))
                 return INTERRUPTED
-            return post_mortem(folder, error, watch.readings(), job["settings"])
+            return post_mortem(folder, error, watch.readings(), job)
     return max(codes.values())
 
 
@@ -226,7 +226,8 @@ def run_rank(job: dict[str, Any], joined: bool = False) -> int:
     stop = StopRequest()
     start_logging(folder, rank)
     heart, oom_kills = Heart(folder, rank), read_oom_kills()
-    watch = Watch(folder, job["settings"], partial(report_failure, folder)) if joined and rank == 0 else nullcontext()
+    report = partial(report_failure, folder, job["before"])
+    watch = Watch(folder, job["settings"], report) if joined and rank == 0 else nullcontext()
     code = DONE
     try:
         # Late, so that the process that only starts ranks need not load it.
@@ -255,7 +256,7 @@ def run_rank(job: dict[str, Any], joined: bool = False) -> int:
     except BaseException as error:
         code = record_failure(error, folder, rank, job["settings"], oom_kills)
         if joined:
-            report_failure(folder)
+            report()
         # Not raised: the launcher shows the first failure of all ranks, and this traceback only once.
         sys.stdout.flush()
         os._exit(code)
@@ -328,7 +329,7 @@ def record_failure(error: BaseException, folder: RunFolder, rank: int, settings:
     found = postmortem.diagnose(error, readings, settings)
     folder.give_room()
     log.error("rank %d failed: %s", rank, found.cause)
-    told = found.kind in (postmortem.REFUSED, postmortem.DISK)
+    told = found.kind in (postmortem.REFUSED, postmortem.UNPROVED, postmortem.DISK)
     write_failure(folder, rank, found, None if told else "".join(traceback.format_exception(error)))
     if found.kind == LOST_PEER:
         time.sleep(2)  # the rank that was lost is to be noticed first
@@ -343,17 +344,19 @@ def write_failure(folder: RunFolder, rank: int, found: postmortem.Diagnosis, tra
 
 
 def exit_code(kind: str) -> int:
+    if kind == postmortem.UNPROVED:
+        return REFUSED
     return OUT_OF_MEMORY if kind in postmortem.OUT_OF_MEMORY_KINDS else FAILED
 
 
-def post_mortem(folder: RunFolder, error: Any, readings: Readings, settings: dict[str, Any]) -> int:
+def post_mortem(folder: RunFolder, error: Any, readings: Readings, job: dict[str, Any]) -> int:
     """Status and message after a rank died, from what the ranks left or, where it could not, from how it died."""
     first = min(error.failures.values(), key=lambda failure: failure.timestamp)
     folder.give_room()
     if not folder.rank_failure(first.local_rank).exists():
-        found = postmortem.diagnose_exit(first.exitcode, first.local_rank, readings, settings)
+        found = postmortem.diagnose_exit(first.exitcode, first.local_rank, readings, job["settings"])
         write_failure(folder, first.local_rank, found, None, float(first.timestamp))
-    return report_failure(folder)
+    return report_failure(folder, job["before"])
 
 
 def only_stopped(folder: RunFolder) -> bool:
@@ -362,10 +365,20 @@ def only_stopped(folder: RunFolder) -> bool:
     return all(failure["kind"] == LOST_PEER for failure in folder.failures())
 
 
-def report_failure(folder: RunFolder) -> int:
-    """Write the status of the first failure of all ranks and show its traceback; returns the exit code."""
+def report_failure(folder: RunFolder, before: dict[str, str]) -> int:
+    """Write the status of the first failure of all ranks and show its traceback; returns the exit code.
+
+    Args:
+        before: what files of the run held before this try; a try that trained nothing leaves them so.
+    """
     first = folder.failures()[0]
     code = exit_code(first["kind"])
+    if code == REFUSED and before:
+        for name, text in before.items():
+            write_text(folder.path / name, text)
+        folder.forget_failures()
+        print(f"gdino-lab: refused, the run is left as it was\n  - {first['cause']}", file=sys.stderr, flush=True)
+        return code
     where = f"rank {first['rank']}; details in {folder.rank_log(first['rank'])}"
     cure = first["to_try"].replace(postmortem.THIS_RUN, str(folder.path)) or f"read {folder.log}"
     folder.write_status(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gdino_lab.errors import ConfigurationError, NotSaved
+from gdino_lab.errors import ConfigurationError, NotSaved, Unproved
 from gdino_lab.machine.devices import Device
 from gdino_lab.machine.readings import Readings
 from gdino_lab.models.not_finite import NotFinite
@@ -26,7 +26,8 @@ ALLOCATOR, DEVICE_TAKEN, HOST, PINNED, SHARED_MEMORY = (
     "out_of_memory", "device_memory_taken", "host_memory", "pinned_memory", "shared_memory",
 )  # fmt: skip
 OUT_OF_MEMORY_KINDS = (ALLOCATOR, DEVICE_TAKEN, HOST, PINNED, SHARED_MEMORY)
-NOT_FINITE, HANG, REFUSED, KILLED, DISK, OTHER = "not_finite", "hang", "refused", "killed", "disk", "other"
+NOT_FINITE, HANG, KILLED, DISK, OTHER = "not_finite", "hang", "killed", "disk", "other"
+REFUSED, UNPROVED = "refused", "unproved"
 # Below this share left, memory counts as used up: the last reading is some tenths of a second old.
 NOTHING_LEFT = 0.05
 # Stands for the run's folder in what there is to try.
@@ -62,7 +63,7 @@ def diagnose(error: BaseException, readings: Readings, settings: Settings) -> Di
         root = root.__cause__
     said = str(root)
     if isinstance(root, ConfigurationError):
-        return Diagnosis(REFUSED, cause_of(root), {}, "correct what the message names")
+        return Diagnosis(UNPROVED if isinstance(root, Unproved) else REFUSED, cause_of(root), {}, "correct what the message names")
     if isinstance(root, NotFinite):
         if not root.figures:
             return Diagnosis(LOST_PEER, cause_of(root))

@@ -25,7 +25,7 @@ from gdino_lab.tasks.protocol import Task
 
 
 def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> dict[str, Any]:
-    """Check everything, plan, make the run folder; returns the job as plain data.
+    """Check everything, plan, make the run folder; returns the job as plain data, with what the run's files said before.
 
     The checks that write nothing come first, so that a refused run leaves nothing but its message.
     """
@@ -75,6 +75,7 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
         folder.rewind(-1)
     if start is not None and not own:
         print("".join(f"{notice}\n" for notice in resume.bring(start, folder)), end="", flush=True)
+    before = {path.name: path.read_text() for path in (folder.config, folder.plan, folder.status) if own and path.exists()}
     write_config(settings, folder)
     write_json(folder.plan, plan.as_dict() | {"predicted": predicted and predicted.as_dict()})
     folder.write_status("running", **resume.this_process())
@@ -87,6 +88,7 @@ def prepare(settings: Settings, world_size: int, run_dir: str | None = None) -> 
         "plan": plan.as_dict(),
         "folder": str(folder.path),
         "resume": None if start is None else str(start.folder),
+        "before": before,
     }
 
 

@@ -24,7 +24,7 @@ from gdino_lab import checkpoint, checkpoint_folder
 from gdino_lab.checkpoint import Writer
 from gdino_lab.data.loading import EpochSampler, loader
 from gdino_lab.engine import backward_and_step, build_engine, loss_scale, step_report, whole_weights
-from gdino_lab.errors import ConfigurationError
+from gdino_lab.errors import Unproved
 from gdino_lab.meters import GradientWatch, Meter
 from gdino_lab.models.average import WeightAverage
 from gdino_lab.models.dtypes import telling_clashes
@@ -134,7 +134,7 @@ def train(
 
     Raises:
         Interrupted: `stop_asked` said so on any rank; `checkpoints/last` holds the state.
-        ConfigurationError: the checkpoint's weights do not answer or score as it says.
+        Unproved: the checkpoint's weights do not answer or score as it says.
         NotSaved: a checkpoint could not be written.
     """
     with phases("build"):
@@ -473,7 +473,7 @@ def prove(run: Run, stored: dict[str, Any]) -> None:
     checkpoint says.
 
     Raises:
-        ConfigurationError: they differ by more than rounding explains, and train.resume_check is strict.
+        Unproved: they differ by more than rounding explains, and train.resume_check is strict.
     """
     check, answers, then = run.settings.train.resume_check, stored["answers"], stored["score"]
     if check == "off":
@@ -488,7 +488,7 @@ def prove(run: Run, stored: dict[str, Any]) -> None:
         complaints += differing_score(then, score, SCORE_ELSEWHERE if elsewhere else SCORE_SAME)
     if complaints and check == "strict":
         advice = "train.resume_check=warn goes on all the same, train.resume_weights=DIR takes the weights only"
-        raise ConfigurationError([f"train.resume: {complaint}; {advice}" for complaint in complaints])
+        raise Unproved([f"train.resume: {complaint}; {advice}" for complaint in complaints])
     for complaint in complaints:
         log.warning("train.resume: %s", complaint)
     if answers is None:

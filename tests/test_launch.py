@@ -12,7 +12,7 @@ import torch
 
 from gdino_lab import launch, preparation, settings
 from gdino_lab.commands.main import composed
-from gdino_lab.errors import ConfigurationError
+from gdino_lab.errors import ConfigurationError, Unproved
 from gdino_lab.machine.readings import Readings
 from gdino_lab.run_folder import RunFolder, new_run_folder
 
@@ -51,18 +51,19 @@ def wrapped(error: Exception) -> Exception:
         (MemoryError("Unable to allocate 8.00 TiB"), 3, "out_of_memory", "host_memory"),
         (KeyError("nut"), 1, "failed", "other"),
         (ConfigurationError("image.png: not a readable image"), 1, "failed", "refused"),
+        (Unproved("score 1, was 2"), 2, "failed", "unproved"),
     ],
-    ids=["oom", "wrapped oom", "host", "bug", "refused"],
+    ids=["oom", "wrapped oom", "host", "bug", "refused", "unproved"],
 )
 def test_failure_becomes_status_code_and_message(folder, capsys, error, code, state, kind):
     assert record(error, folder, rank=1) == code
-    assert launch.report_failure(folder) == code
+    assert launch.report_failure(folder, {}) == code
     status = json.loads(folder.status.read_text())
     assert (status["state"], status["kind"]) == (state, kind)
     assert status["where"].startswith("rank 1") and status["to_try"] and status["cause"] and "figures" in status
     said = capsys.readouterr().err
     assert status["cause"] in said
-    assert ("Traceback" in said or "Error" in said) == (kind != "refused" or "Error" in status["cause"])
+    assert ("Traceback" in said or "Error" in said) == (kind not in ("refused", "unproved") or "Error" in status["cause"])
 
 
 def test_the_first_failure_that_is_no_echo_is_the_cause(folder, monkeypatch, capsys):
@@ -70,7 +71,7 @@ def test_the_first_failure_that_is_no_echo_is_the_cause(folder, monkeypatch, cap
     record(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234"), folder, rank=0)
     record(ZeroDivisionError("the cause"), folder, rank=1)
     record(ValueError("later"), folder, rank=2)
-    assert launch.report_failure(folder) == 1
+    assert launch.report_failure(folder, {}) == 1
     assert "ZeroDivisionError: the cause" in json.loads(folder.status.read_text())["cause"]
 
 
@@ -79,7 +80,7 @@ def test_a_killed_rank_is_named_though_another_noticed(folder, monkeypatch, caps
     record(RuntimeError("Connection closed by peer"), folder, rank=0)
     first = SimpleNamespace(local_rank=1, exitcode=-9, timestamp=10**10)
     readings = Readings(oom_kills=0)
-    assert launch.post_mortem(folder, SimpleNamespace(failures={1: first}), readings, SETTINGS) == 1
+    assert launch.post_mortem(folder, SimpleNamespace(failures={1: first}), readings, {"settings": SETTINGS, "before": {}}) == 1
     status = json.loads(folder.status.read_text())
     assert status["kind"] == "killed" and "signal 9" in status["cause"]
 

@@ -236,6 +236,21 @@ def test_a_run_in_another_folder_goes_on_from_the_same_step_whenever_it_dies(fin
     assert steps(moved) == [7, 8] and (moved / "model" / "config.json").is_file()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_does_not_score_as_its_checkpoint_says_is_left_as_it_was(finished: Path, ranks: int, train: Train, tmp_path: Path):
+    """Its score is one that was made up."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    words = [f"train.resume={run}", "train.max_steps=8"]
+    refused = train(tmp_path, *words, ranks=ranks)
+    assert set(refused.codes) == {2} and "Traceback" not in refused.text, refused.text
+    assert "refused, the run is left as it was" in refused.text and "validation score: 8 in the checkpoint" in refused.text
+    for name in ("config.yaml", "plan.json", "status.json", "metrics.jsonl", "summary.json"):
+        assert (run / name).read_text() == (finished / name).read_text(), name
+    assert names(run) == names(finished) and not list((run / "ranks").glob("*.failure.json"))
+    train(tmp_path, *words, "train.resume_check=warn", ranks=ranks).done()
+
+
 def test_a_best_of_steps_that_are_taken_again_is_none(finished: Path, train: Train, tmp_path: Path):
     run = tmp_path / "run"
     shutil.copytree(finished, run, symlinks=True)
