@@ -187,21 +187,33 @@ def predict(cell: dict) -> dict:
     return forecast(settings, task, Worst(height, width, tokens, boxes), ranks=1).as_dict()
 
 
-def compare(rows: list[dict]) -> None:
+def cell_of(row: dict) -> dict:
+    return {key: row[key] for key in cells()[0]}
+
+
+def measured_bytes(row: dict) -> int:
+    """Most of a step, less what earlier cells of the same process left behind; cuBLAS keeps its workspace for all of them."""
     from gdino_lab.memory.forecast import CUBLAS_WORKSPACE
 
+    return max(row["peak_forward"], row["peak_backward"], row["peak_step"]) - max(0, row["before"] - CUBLAS_WORKSPACE)
+
+
+def step_bytes(predicted: dict) -> int:
+    """Most of a step, as the cells were measured: none was evaluated."""
+    return max(size for phase, size in predicted["peaks"].items() if phase != "evaluation")
+
+
+def compare(rows: list[dict]) -> None:
     keys = [key for key in cells()[0] if key != "model"]
     print("  ".join(keys), " measured  predicted  error")
     errors = []
     for row in rows:
-        # Less what earlier cells of the same process left behind; cuBLAS keeps its workspace for all of them.
-        left = max(0, row["before"] - CUBLAS_WORKSPACE)
-        measured = max(row["peak_forward"], row["peak_backward"], row["peak_step"]) - left
-        predicted = predict({key: row[key] for key in cells()[0]})
-        errors.append(predicted["peak"] / measured - 1)
+        measured, predicted = measured_bytes(row), predict(cell_of(row))
+        step = step_bytes(predicted)
+        errors.append(step / measured - 1)
         terms = {name: round(size / 2**30, 2) for name, size in predicted["device"].items()}
         shown = "  ".join(str(row[key]) for key in keys)
-        print(f"{shown}  {measured / 2**30:.2f}  {predicted['peak'] / 2**30:.2f}  {100 * errors[-1]:+.1f} %  {terms}", flush=True)
+        print(f"{shown}  {measured / 2**30:.2f}  {step / 2**30:.2f}  {100 * errors[-1]:+.1f} %  {terms}", flush=True)
     print(f"{len(errors)} cells, worst {100 * max(map(abs, errors)):.1f} %")
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from gdino_lab.errors import ConfigurationError
-from gdino_lab.memory.states import MASTER, MOMENTS, Sizes, states
-from gdino_lab.memory.trace import Trace, trace_step
+from gdino_lab.memory.states import MASTER, MOMENTS, Sizes, States, states
+from gdino_lab.memory.trace import Trace, trace_evaluation, trace_step
 from gdino_lab.models import grounding_dino
 from gdino_lab.models.recompute import recompute_activations
 from gdino_lab.plan import BYTES, bucket_elements, zero_stage
-from gdino_lab.scoring import DTYPES
+from gdino_lab.scoring import DTYPES, images_at_once
 from gdino_lab.settings import Settings, instantiate
 from gdino_lab.tasks.protocol import Task, Worst
 
@@ -22,7 +22,8 @@ from gdino_lab.tasks.protocol import Task, Worst
 CUBLAS_WORKSPACE = 66 * 2**20
 # How far a prediction was off at most, as a share of what was measured (docs/memory.md).
 KNOWN_ERROR = 0.05
-# Of this process, by all that a step depends on: the rungs of a ladder, and the run that one becomes, often take the same one.
+# Of this process, by all that a step or an evaluation depends on: the rungs of a ladder, and the run that one becomes, often
+# take the same ones.
 TRACES: dict[str, Trace] = {}
 
 
@@ -32,20 +33,24 @@ class Forecast:
 
     device: by term, of what is there at the peak; its sum is `peak`.
     host: by term.
+    peaks: of each phase of a run; the largest is `peak`.
     resident: there from step to step, and while backward runs, however many images there are.
     for_images: the batch and what forward and backward of it need at most.
     micro_batch: images that this is for.
     limit: bytes the device may take, None where that is unknown.
+    worst, evaluated: shapes of the largest batch of training and of evaluation.
     """
 
     device: dict[str, int]
     host: dict[str, int]
     peak: int
+    peaks: dict[str, int]
     resident: int
     for_images: int
     micro_batch: int
     limit: int | None
     worst: Worst
+    evaluated: Worst
 
     @property
     def fits(self) -> bool | None:
@@ -54,13 +59,18 @@ class Forecast:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"fits": self.fits, "dominant": self.dominant()}
 
+    @property
+    def phase(self) -> str:
+        """When the peak is reached."""
+        return max(self.peaks, key=self.peaks.get)
+
     def dominant(self) -> str:
         """The largest term."""
         return max(self.device, key=self.device.get)
 
 
 def forecast(settings: Settings, task: Task, worst: Worst, ranks: int, micro_batch: int | None = None) -> Forecast:
-    """Predict the peak of a training step.
+    """Predict the peak of a run: of its training steps and its evaluations.
 
     Args:
         task: bound to data or not.
@@ -69,30 +79,66 @@ def forecast(settings: Settings, task: Task, worst: Worst, ranks: int, micro_bat
         micro_batch: images, by default the settings'.
     """
     images = micro_batch or settings.train.micro_batch
+    at_once = images * images_at_once(settings) // settings.train.micro_batch
+    evaluated = worst if at_once == images else worst_evaluated(task, at_once, worst)
     sizes = count(settings, task)
-    offload, weight_bytes = settings.offload, BYTES[settings.precision.weights]
-    held = states(
-        sizes, weight_bytes, zero_stage(settings), ranks, offload.optimizer, offload.parameters, bucket_elements(settings)
-    )
+    held = states_of(settings, sizes, ranks, zero_stage(settings))
     trace = trace_of(settings, task, worst, images, held.traced_gradients)
     resident = held.device | {"cuBLAS workspace": CUBLAS_WORKSPACE}
     batch = {"batch": input_bytes(settings, task.blank_batch(images, worst))}
-    # The peak is in forward and backward, or while the optimizer steps.
     traced = batch | {"activations": trace.after_forward, "workspace": trace.peak - trace.after_forward}
-    computing = traced | held.gradients
-    stepping = {"gradients": trace.gradients + held.gradients.get("gradients", 0), "optimizer step": held.step}
-    at_peak = max((computing, stepping), key=lambda terms: sum(terms.values()))
-    device = {name: resident.get(name, 0) + at_peak.get(name, 0) for name in (*resident, *at_peak)}
+    evaluating = {
+        "batch": input_bytes(settings, task.blank_batch(at_once, evaluated)),
+        "evaluation": trace_of(settings, task, evaluated, at_once, keep_gradients=None).peak,
+    }
+    phases = {
+        "forward and backward": traced | held.gradients,
+        "optimizer step": {"gradients": trace.gradients + held.gradients.get("gradients", 0), "optimizer step": held.step},
+        "evaluation": evaluating | held.evaluation,
+    }
+    peaks = {phase: sum(resident.values()) + sum(terms.values()) for phase, terms in phases.items()}
+    at_peak = phases[max(peaks, key=peaks.get)]
+    weight_bytes = BYTES[settings.precision.weights]
     return Forecast(
-        device,
+        {name: resident.get(name, 0) + at_peak.get(name, 0) for name in (*resident, *at_peak)},
         held.host | {"checkpoint being written": copied_bytes(sizes, weight_bytes, ranks, settings.train.ema_decay > 0)},
-        sum(device.values()),
+        max(peaks.values()),
+        peaks,
         sum(resident.values()) + sum(held.gradients.values()),
         sum(traced.values()),
         images,
         limit_of(settings),
         worst,
+        evaluated,
     )
+
+
+def growth(settings: Settings, task: Task, found: Forecast, ranks: int) -> dict[str, float]:
+    """Bytes that one more image in a micro-batch adds to the peak of each phase that depends on it, from traces of twice as
+    many."""
+    keep_gradients = states_of(settings, count(settings, task), ranks, zero_stage(settings)).traced_gradients
+
+    def each(shape: Worst, keep_gradients: bool | None) -> float:
+        once, twice = (
+            input_bytes(settings, task.blank_batch(images, shape)) + trace_of(settings, task, shape, images, keep_gradients).peak
+            for images in (found.micro_batch, 2 * found.micro_batch)
+        )
+        return (twice - once) / found.micro_batch
+
+    evaluated = images_at_once(settings) / settings.train.micro_batch
+    return {
+        "forward and backward": each(found.worst, keep_gradients),
+        "evaluation": evaluated * each(found.evaluated, keep_gradients=None),
+    }
+
+
+def states_of(settings: Settings, sizes: Sizes, ranks: int, stage: int) -> States:
+    """What these settings hold at a ZeRO stage."""
+    train, offload = settings.train, settings.offload
+    return states(
+        sizes, BYTES[settings.precision.weights], stage, ranks, offload.optimizer, offload.parameters, bucket_elements(settings),
+        averaging=train.ema_decay > 0, accumulating=train.effective_batch > train.micro_batch * ranks,
+    )  # fmt: skip
 
 
 def count(settings: Settings, task: Task) -> Sizes:
@@ -117,11 +163,12 @@ def skeleton_of(settings: Settings, task: Task) -> nn.Module:
     return task.attach(detector)
 
 
-def trace_of(settings: Settings, task: Task, worst: Worst, images: int, keep_gradients: bool) -> Trace:
+def trace_of(settings: Settings, task: Task, worst: Worst, images: int, keep_gradients: bool | None) -> Trace:
+    """Of a training step; of an evaluation batch where `keep_gradients` is None."""
     weights, autocast = settings.precision.weights, settings.precision.autocast
     parts = settings.model, settings.tuning, settings.task, weights, autocast, settings.activations
-    if (step := repr((*parts, worst, images, keep_gradients))) in TRACES:
-        return TRACES[step]
+    if (what := repr((*parts, worst, images, keep_gradients))) in TRACES:
+        return TRACES[what]
 
     def batch() -> dict[str, Any]:
         made = task.blank_batch(images, worst)
@@ -132,10 +179,9 @@ def trace_of(settings: Settings, task: Task, worst: Worst, images: int, keep_gra
         return sum(task.losses(outputs, made, max(1, task.count(made))).values())
 
     task.assign = first_come
-    TRACES[step] = trace_step(
-        lambda: skeleton_of(settings, task), batch, loss, DTYPES[weights], DTYPES.get(autocast), keep_gradients
-    )
-    return TRACES[step]
+    shared = (lambda: skeleton_of(settings, task)), batch, DTYPES[weights], DTYPES.get(autocast)
+    TRACES[what] = trace_evaluation(*shared) if keep_gradients is None else trace_step(*shared, loss, keep_gradients)
+    return TRACES[what]
 
 
 def first_come(costs: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -167,3 +213,11 @@ def worst_of(settings: Settings, task: Task, data: Any) -> tuple[Worst, str | No
             f"The data are not there yet: images of {assumed.height}x{assumed.width}, prompts of {assumed.tokens} tokens and "
             f"{assumed.boxes} boxes an image are assumed."
         )
+
+
+def worst_evaluated(task: Task, images: int, worst: Worst) -> Worst:
+    """The largest batch of `images`, or where the data are not there yet one of `worst`."""
+    try:
+        return task.worst(images)
+    except (ConfigurationError, AttributeError):
+        return worst

@@ -1,13 +1,14 @@
-"""What one training step allocates, traced from the real model code on tensors that have shapes but no memory.
+"""What a training step or an evaluation allocates, traced from the real model code on tensors that have shapes but no memory.
 
-The step runs on fake CPU tensors. Where a GPU takes another path than the CPU (autocast's choice of dtypes, the fused
+It runs on fake CPU tensors. Where a GPU takes another path than the CPU (autocast's choice of dtypes, the fused
 attention and dropout kernels), the call is turned into the GPU's, so that what autograd keeps is what it keeps there.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ ROUNDING = 512
 class Trace:
     """Bytes on the device beyond weights, gradients' final home and optimizer states.
 
-    after_forward: what autograd keeps, live when the loss is known.
+    after_forward: what autograd keeps, live when the loss is known; of an evaluation the outputs.
     peak: the most that is live at any time of forward and backward, gradients that stay included.
     gradients: those that stay when backward is over.
     peak_at: the operation during which the peak was reached.
@@ -42,9 +43,9 @@ class Trace:
 def trace_step(
     build: Callable[[], nn.Module],
     batch: Callable[[], dict[str, Any]],
-    loss: Callable[[Any, dict[str, Any]], Tensor],
     weights: torch.dtype,
     autocast: torch.dtype | None,
+    loss: Callable[[Any, dict[str, Any]], Tensor],
     keep_gradients: bool,
 ) -> Trace:
     """Trace forward, loss and backward of one micro-batch.
@@ -52,20 +53,14 @@ def trace_step(
     Args:
         build: makes the module; called on the meta device.
         batch: makes the batch, called under fake tensors.
-        loss: the scalar to differentiate, from the module's outputs and the batch.
         weights: dtype of the weights.
         autocast: the dtype of CUDA autocast, or None.
+        loss: the scalar to differentiate, from the module's outputs and the batch.
         keep_gradients: False where each gradient leaves the device as soon as it is there (offload).
     """
-    with torch.device("meta"):
-        module = build().train()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        _materialise(module, weights)
-        values = batch()
-        known = {tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())}
-        meter = _Meter(known)
+    with _metered(build, batch, weights, training=True) as (module, values, meter):
         _watch_gradients(module, keep_gradients)
-        with meter, _AsOnCuda(autocast) as cuda:
+        with _AsOnCuda(autocast) as cuda:
             outputs = module(**values["inputs"])
             cuda.forget_casts()  # autocast ends with forward
             cuda.low = None
@@ -81,6 +76,31 @@ def trace_step(
             if parameter.grad is not None
         )
     return Trace(after_forward, meter.peak, gradients, meter.peak_at)
+
+
+def trace_evaluation(
+    build: Callable[[], nn.Module], batch: Callable[[], dict[str, Any]], weights: torch.dtype, autocast: torch.dtype | None
+) -> Trace:
+    """Trace forward of one evaluation batch; arguments as of `trace_step`."""
+    with _metered(build, batch, weights, training=False) as (module, values, meter), torch.no_grad(), _AsOnCuda(autocast):
+        outputs = module(**values["inputs"])
+        after_forward = meter.live
+        del outputs
+    return Trace(after_forward, meter.peak, 0, meter.peak_at)
+
+
+@contextmanager
+def _metered(
+    build: Callable[[], nn.Module], batch: Callable[[], dict[str, Any]], weights: torch.dtype, training: bool
+) -> Iterator[tuple[nn.Module, dict[str, Any], _Meter]]:
+    """Module and batch of fake tensors, and what counts all that is made inside the block."""
+    with torch.device("meta"):
+        module = build().train(training)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _materialise(module, weights)
+        values = batch()
+        with _Meter({tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())}) as meter:
+            yield module, values, meter
 
 
 def _materialise(module: nn.Module, dtype: torch.dtype) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from gdino_lab.memory.forecast import CUBLAS_WORKSPACE, Forecast, count, forecast
-from gdino_lab.memory.states import Sizes, states
-from gdino_lab.plan import BYTES, bucket_elements, zero_stage
-from gdino_lab.settings import Settings
+from dataclasses import replace
+
+from omegaconf import OmegaConf
+
+from gdino_lab.errors import ConfigurationError
+from gdino_lab.memory.forecast import CUBLAS_WORKSPACE, Forecast, count, growth, states_of
+from gdino_lab.memory.states import Sizes
+from gdino_lab.plan import zero_stage
+from gdino_lab.settings import Settings, Zero, load
 from gdino_lab.tasks.protocol import Table, Task
 
 # What CUDA's context and kernels, and NCCL's buffers, take of a card: for one rank and for several (H200, docs/two_gpus.md).
@@ -22,8 +27,8 @@ def table(found: Forecast) -> Table:
         f"Predicted memory of a rank, GiB, for {found.micro_batch} image(s) of {worst.height}x{worst.width}",
         ["", "term", "GiB"],
         rows,
-        f"The largest batch there can be: a prompt of {worst.tokens} tokens, {worst.boxes} boxes an image. What the peak "
-        "is made of when it is reached.",
+        f"The largest batch there can be: a prompt of {worst.tokens} tokens, {worst.boxes} boxes an image. What the peak, "
+        f"reached in {found.phase}, is made of.",
     )
 
 
@@ -55,28 +60,36 @@ def outside_words(settings: Settings, found: Forecast, ranks: int) -> str:
 
 
 def largest_micro_batch(settings: Settings, task: Task, found: Forecast, ranks: int) -> int:
-    """Images of the same size that fit the limit, from a second trace: what a batch takes grows with its images."""
-    more = forecast(settings, task, found.worst, ranks, micro_batch=2 * found.micro_batch)
-    each = (more.for_images - found.for_images) / found.micro_batch
-    return max(0, found.micro_batch + int((found.limit - found.resident - found.for_images) // each))
+    """Images of the same size that fit the limit, in training and in evaluation."""
+    if found.limit < found.peaks["optimizer step"]:  # whatever the images
+        return 0
+    more = growth(settings, task, found, ranks)
+    return max(0, found.micro_batch + min(int((found.limit - found.peaks[phase]) // each) for phase, each in more.items()))
 
 
 def zero_verdict(settings: Settings, sizes: Sizes, ranks: int) -> str:
     """Whether sharing the states would help, by the formulas alone."""
-    now, chosen = None, zero_stage(settings)
-    by_stage = {}
-    for stage in range(4):
-        offload = settings.offload.optimizer and stage > 0
-        held = states(
-            sizes, BYTES[settings.precision.weights], stage, ranks, offload, settings.offload.parameters and stage == 3,
-            bucket_elements(settings),
-        )  # fmt: skip
+    chosen, by_stage = zero_stage(settings), {}
+    for stage in stages_allowed(settings):
+        held = states_of(settings, sizes, ranks, stage)
         by_stage[stage] = sum(held.device.values()) + sum(held.gradients.values()) + CUBLAS_WORKSPACE
-        now = by_stage[stage] if stage == chosen else now
     best = min(by_stage, key=by_stage.get)
-    if best == chosen or by_stage[best] > 0.95 * now:
+    if best == chosen or by_stage[best] > 0.95 * by_stage[chosen]:
         return f"ZeRO-{chosen} is as good as any stage here, on {ranks} rank(s)."
-    return f"ZeRO-{best} would hold {gib(by_stage[best])} GiB of states instead of {gib(now)}, on {ranks} rank(s)."
+    return f"ZeRO-{best} would hold {gib(by_stage[best])} GiB of states instead of {gib(by_stage[chosen])}, on {ranks} rank(s)."
+
+
+def stages_allowed(settings: Settings) -> list[int]:
+    """ZeRO's stages that all else in these settings goes with, and that run as such."""
+    allowed = []
+    for stage in range(4):
+        changed = replace(settings, zero=Zero(stage))
+        try:
+            load(OmegaConf.structured(changed))
+        except ConfigurationError:
+            continue
+        allowed += [stage] if zero_stage(changed) == stage else []
+    return allowed
 
 
 def gib(size: float) -> str:

@@ -10,8 +10,10 @@ P, L, BUCKET = 1_000_000, 100_000, 1000
 SIZES = Sizes(P, P, L)
 
 
-def device(stage, weight_bytes=4, ranks=1, optimizer=False, parameters=False, sizes=SIZES):
-    return states(sizes, weight_bytes, stage, ranks, optimizer, parameters, BUCKET)
+def device(
+    stage, weight_bytes=4, ranks=1, optimizer=False, parameters=False, sizes=SIZES, averaging=False, accumulating=False
+):
+    return states(sizes, weight_bytes, stage, ranks, optimizer, parameters, BUCKET, averaging, accumulating)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +58,33 @@ def test_frozen_parameters_have_weights_only():
 def test_stage_0_reduces_in_a_flat_copy_of_the_gradients(ranks: int):
     assert device(0, ranks=ranks).step == 4 * P  # 20 bytes a parameter with weights, moments and gradients
     assert device(0, ranks=ranks, sizes=Sizes(10**9, 10**9, L)).step == 4 * AT_ONCE
+
+
+@pytest.mark.parametrize(
+    ("stage", "weight_bytes", "ranks", "optimizer", "share"),
+    [(0, 4, 2, False, 1), (1, 2, 2, False, 1), (2, 4, 2, True, 1), (3, 4, 1, False, 1), (3, 2, 2, True, 2)],
+)
+def test_an_average_is_fp32_and_lies_where_the_weights_do(stage, weight_bytes, ranks, optimizer, share):
+    """gdino_lab/models/average.py; while it is evaluated the weights are set aside beside it."""
+    moving = Sizes(P, P // 2, L)
+    plain, averaged = (device(stage, weight_bytes, ranks, optimizer, False, moving, averaging) for averaging in (False, True))
+    assert averaged.device == plain.device | {"weight average": 4 * P // 2 // share} and averaged.host == plain.host
+    assert averaged.evaluation == plain.evaluation | {"weights set aside": weight_bytes * P // 2 // share}
+
+
+def test_an_average_of_offloaded_weights_is_on_the_host():
+    held = device(3, 2, 2, True, True, averaging=True)
+    assert held.host["weight average"] == 4 * P // 2
+    assert "weight average" not in held.device and "weights set aside" not in held.evaluation
+
+
+def test_weights_are_gathered_in_evaluation_too_and_gradients_are_not_there():
+    assert device(3, 4, 2).evaluation == {"gathered weights": 10 * 4 * BUCKET}
+    assert device(2, 4, 2).evaluation == {} and device(0, accumulating=True).evaluation == {}
+
+
+def test_gradients_of_earlier_passes_stay_below_stage_2():
+    for stage, optimizer in ((0, False), (1, False), (1, True)):
+        held = device(stage, 2, optimizer=optimizer, accumulating=True)
+        assert held.gradients["gradients"] == 2 * P and not held.traced_gradients
+    assert device(2, accumulating=True) == device(2) and device(3, accumulating=True) == device(3)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gdino_lab.memory.trace import trace_step
+from gdino_lab.memory.trace import trace_evaluation, trace_step
 
 ROWS, WIDTH = 1024, 256
 UNIT = 4 * ROWS * WIDTH  # bytes of one fp32 activation
@@ -27,11 +27,13 @@ class Layers(nn.Module):
         return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
 
 
-def traced(module=Layers, weights=torch.float32, autocast=None, keep=True):
+def traced(module=Layers, weights=torch.float32, autocast=None, keep=True, training=True):
     def batch():
         return {"inputs": {"x": torch.zeros(ROWS, WIDTH, dtype=weights, requires_grad=False)}}
 
-    return trace_step(module, batch, lambda out, _: out.float().sum(), weights, autocast, keep)
+    if not training:
+        return trace_evaluation(module, batch, weights, autocast)
+    return trace_step(module, batch, weights, autocast, lambda out, _: out.float().sum(), keep)
 
 
 def test_forward_keeps_what_autograd_needs():
@@ -84,3 +86,18 @@ def test_a_trace_twice_is_the_same_and_leaves_no_seed_behind():
     state = torch.get_rng_state()
     assert traced() == traced()
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_evaluation_holds_a_layer_at_a_time(recompute: bool):
+    """At most gelu's input and output at once, with second's input let go of when its output is there; no dropout."""
+    found = traced(lambda: Layers(recompute, dropout=0.5), training=False)
+    assert found.peak == pytest.approx(2 * UNIT, rel=0.02) and found.after_forward == UNIT and found.gradients == 0
+
+
+def test_an_evaluation_is_autocast_too():
+    """first's bf16 output, and the norm's input and output in fp32; the weights' copies stay until forward is over."""
+    found = traced(autocast=torch.bfloat16, training=False)
+    copy = 2 * WIDTH * WIDTH
+    assert found.peak == pytest.approx((0.5 + 1 + 1) * UNIT + copy, rel=0.03)
+    assert found.after_forward == pytest.approx(0.5 * UNIT + 2 * copy, abs=4096)
