@@ -352,7 +352,7 @@ def _check_combinations(settings: Settings) -> list[str]:
     resume, weights = settings.train.resume, settings.train.resume_weights
     if resume not in ("none", "auto") and not Path(resume).is_dir():
         complaints.append(f"train.resume={resume}: no such folder; allowed are none, auto, a run or checkpoint folder")
-    if weights is not None and not Path(weights).is_dir():
+    if weights is not None and resume == "none" and not Path(weights).is_dir():
         complaints.append(f"train.resume_weights={weights}: no such folder; allowed is a run or checkpoint folder")
     return complaints
 

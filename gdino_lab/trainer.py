@@ -165,7 +165,9 @@ def go_on(run: Run, resume: Path) -> Progressed:
     """Restore what a checkpoint holds, prove it, and forget what came after it."""
     stored = checkpoint.load(run.engine, run.average, resume)
     state = restored(stored)
-    if state.step < run.plan.total_steps and checkpoint_folder.best_until(state.step, run.folder.checkpoints) is None:
+    best = [checkpoint_folder.best_until(state.step, run.folder.checkpoints)]
+    dist.broadcast_object_list(best, src=0)  # a file system may tell each rank another thing
+    if best[0] is None and state.step < run.plan.total_steps:
         # It was of a later step, or is not there; what is evaluated from here on counts.
         state.best_selection = state.best_epoch = state.best = None
     with checkpoint_folder.Stored(resume) as tensors:

@@ -111,6 +111,7 @@ def test_the_newest_stay_and_the_best(finished: Path):
     assert names(finished) == {"step_00000004", "step_00000005", "step_00000006", "last", "best"}
     assert (target(finished, "last"), target(finished, "best")) == ("step_00000006", "step_00000004")
     assert_all_whole(finished)
+    assert not list(finished.rglob(".*"))
 
 
 # --- damage ---
@@ -200,7 +201,7 @@ def test_a_resume_needs_no_weights_to_start_from(finished: Path, train: Train, t
     words = [f"train.resume_weights={tmp_path / 'start'}", "run_dir=run", "train.resume=auto"]
     shutil.copytree(finished, tmp_path / "start", symlinks=True)
     train(tmp_path, *words, "train.max_steps=1").done()
-    shutil.rmtree(tmp_path / "start" / "checkpoints")
+    shutil.rmtree(tmp_path / "start")
     train(tmp_path, *words, "train.max_steps=2").done()
     assert steps(tmp_path / "run") == [1, 2]
 
@@ -236,7 +237,7 @@ def test_a_run_in_another_folder_goes_on_from_the_same_step_whenever_it_dies(fin
     assert steps(moved) == [7, 8] and (moved / "model" / "config.json").is_file()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_run_that_does_not_score_as_its_checkpoint_says_is_left_as_it_was(finished: Path, ranks: int, train: Train, tmp_path: Path):
     """Its score is one that was made up."""
     run = tmp_path / "run"
