@@ -87,11 +87,12 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, small_set: Path, r
 PRECISION = "train.resume_allow=[precision]"
 # After one step of two passes an engine of four would be amid a step, if it went on counting passes.
 FOUR_IMAGES = "train.effective_batch=4"
+BF16_ROUNDING = 2.0**-9
 ELSEWHERE = [
     (["zero=stage0"], ["zero=stage2", "offload=optimizer"], 1e-5),
     (["zero=stage0", "train.ema_decay=0.9"], ["zero=stage3", "offload=optimizer_and_params", "activations=recompute"], 1e-5),
     (["zero=stage3", "train.ema_decay=0.9", FOUR_IMAGES], ["zero=stage1", "offload=none", "train.micro_batch=1"], 1e-5),
-    (["zero=stage2", "precision=bf16"], ["zero=stage3"], 1e-3),
+    (["zero=stage2", "precision=bf16"], ["zero=stage3"], BF16_ROUNDING),  # linear layers round once more there
     (["zero=stage0"], ["precision=bf16", PRECISION], 0.05),
     (["zero=stage2", "precision=bf16"], ["precision=fp32", "zero=stage0", PRECISION], 0.05),
 ]
