@@ -124,12 +124,14 @@ def work(arguments: argparse.Namespace, out: Path, trained: Path, share: slice) 
         row = {"number": number, "ranks": ranks, **cell}
         try:
             settings = composed(*overrides(cell, device, ranks, trained))
-            instantiate(settings.data).prepare()
-            row["loss"], row["skipped"] = take_steps(settings, arguments.steps, trained)
         except ConfigurationError as error:
             row["refused"] = error.complaints[0]
-        except Exception as error:
-            row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+        else:
+            instantiate(settings.data).prepare()
+            try:
+                row["loss"], row["skipped"] = take_steps(settings, arguments.steps, trained)
+            except Exception as error:
+                row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         if rank == 0:
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -243,9 +243,8 @@ def sync_folder(folder: Path) -> None:
 
 def written(folder: Path) -> list[Path]:
     """The checkpoints below `folder` that were finished, the newest first, and before them those that cannot say when."""
-    unread = [path for path in folder.glob("step_*") if not order_of(path)]
-    read = [path for path in folder.glob("step_*") if order_of(path)]
-    return sorted(unread, reverse=True) + sorted(read, key=order_of, reverse=True)
+    orders = {path: order_of(path) for path in folder.glob("step_*")}
+    return sorted(orders, key=lambda path: (orders[path] == 0, orders[path], path), reverse=True)
 
 
 def order_of(checkpoint: Path) -> int:
