@@ -7,8 +7,7 @@ Told by parameter name and position they can be put back under any other layout,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,7 @@ from gdino_lab.models.average import WeightAverage, stored
 WEIGHT, AVERAGE, STATE, SCALAR = "weight", "average", "state/", "scalar/"
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Elements `start` to `start + values.numel()` of a flattened parameter.
 
     values: 1-D, a view into the engine's own memory.
@@ -61,11 +59,11 @@ def pieces(engine: Any, average: WeightAverage | None) -> list[Piece]:
         if not moves:
             continue
         optimized, start, offset, length = place_of(engine, parameter)
-        mine, part = my_turn or stage > 0, slice(offset, offset + length)
-        found.append(Piece(WEIGHT, name, start, flat(optimized)[part], mine))
+        mine = my_turn or stage > 0
+        found.append(Piece(WEIGHT, name, start, part_of(flat(optimized), offset, length), mine))
         for kind, values in states_of(engine, optimized):
             if kind.startswith(STATE):
-                found.append(Piece(kind, name, start, values[part], mine))
+                found.append(Piece(kind, name, start, part_of(values, offset, length), mine))
             else:
                 found.append(Piece(kind, name, 0, values, mine and start == 0))
     return [piece for piece in found if piece.values.numel()]
@@ -79,6 +77,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)
+
+
+def part_of(values: Tensor, offset: int, length: int) -> Tensor:
+    """`values[offset : offset + length]`; thousands of them are made while a GPU waits, and most are the whole."""
+    return values if length == values.numel() else values.narrow(0, offset, length)
 
 
 def held(engine: Any, parameter: nn.Parameter, values: Tensor) -> tuple[int, Tensor]:

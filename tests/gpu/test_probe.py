@@ -76,7 +76,8 @@ def results(cases: list[list[str]], folder: Path) -> dict:
     (folder / "probed.py").write_text(SCRIPT)
     words = [[f"data.root={folder / 'set'}", *COMMON, *case] for case in cases]
     root = str(Path(__file__).parents[2])
-    ended = run([sys.executable, "probed.py", json.dumps(words)], folder, PYTHONPATH=os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])).assert_done()
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    ended = run([sys.executable, "probed.py", json.dumps(words)], folder, timeout=500, PYTHONPATH=path).assert_done()
     return json.loads(next(line for line in ended.out.splitlines() if line.startswith("RESULT"))[7:])
 
 
