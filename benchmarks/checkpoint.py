@@ -2,10 +2,12 @@
 
     python benchmarks/checkpoint.py [--device cuda] [--model grounding_dino_tiny] [--rounds 7] [--words WORD ...]
 
-In each round, side by side: some steps, as many with a save before the first, the state copied to host memory and nothing else,
-the answers to the fixed image, `save` until all is on the disk, and the same bytes written by one `write` with fsync. Medians
-over the rounds; what training loses is the median of each round's difference. Before them one more `save` and steps, told by
-themselves: host memory for the copy is allocated there, and the fixed image is read.
+In each round, side by side: some steps, as many with a save before the first, as many with one that asks nothing of the fixed
+image, the state copied to host memory and nothing else, the answers to the fixed image, `save` until all is on the disk, and the
+same bytes written by one `write` with fsync. Medians over the rounds. What a step loses is the median of each round's difference
+to the same step without a save; what training waits is measured where it waits: in `save`, and for the copy before the weights
+change. Before the rounds one more `save` and steps, told by themselves: host memory for the copy is allocated there, and the
+fixed image is read.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ import statistics
 import tempfile
 import time
 import warnings
+from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 from gdino_lab.commands.main import composed
 
-STEPS = 8  # which take longer than the writing, and so feel all that it takes of the machine
+STEPS = 8  # which on a GPU take longer than the writing, and so feel all that it takes of the machine
 
 
 def main() -> None:
@@ -69,18 +73,35 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> None:
             torch.cuda.synchronize()
 
     batches = [run.task.collate([dataset[0, index]]) for index in range(STEPS)]
-    returned: list[float] = []
 
-    def steps_take(save_first: bool) -> float:
+    def steps_take(save_first: bool = False) -> list[float]:
         waited()
-        begin = time.perf_counter()
+        times = [time.perf_counter()]
         if save_first:
             trainer.save(run, trainer.Progressed(), evaluation=None)
-            returned.append(time.perf_counter() - begin)
         for _ in trainer.steps(run, iter(batches), STEPS):
-            pass
-        waited()
-        return time.perf_counter() - begin
+            waited()
+            times.append(time.perf_counter())
+        return [after - before for before, after in pairwise(times)]
+
+    def asking_nothing() -> tuple[list[float], float]:
+        """What the steps with a save take, and how long of that training waits."""
+        waits = [0.0]
+
+        def timed(function):
+            def call(*arguments):
+                begin = time.perf_counter()
+                function(*arguments)
+                waits[0] += time.perf_counter() - begin
+
+            return call
+
+        with (
+            mock.patch.object(trainer, "digest", lambda run: {}),
+            mock.patch.object(run.writer, "save", timed(run.writer.save)),
+            mock.patch.object(run.writer, "before_step", timed(run.writer.before_step)),
+        ):
+            return steps_take(save_first=True), waits[0]
 
     def copied() -> float:
         waited()
@@ -114,28 +135,33 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> None:
 
     size = sum(piece.values.nbytes for piece in pieces(run.engine, run.average) if piece.mine)
     data = memoryview(bytearray(os.urandom(2**20) * (size // 2**20 + 1)))[:size]
-    steps_take(save_first=False)
-    plain = steps_take(save_first=False)
-    first = steps_take(save_first=True) - plain
+    steps_take()
+    first = steps_take(save_first=True)[0] - steps_take()[0]
     run.writer.wait()
-    rounds: dict[str, list[float]] = {name: [] for name in ("steps", "loses", "returns", "copied", "answered", "saved", "written")}
+    rounds: dict[str, list[float]] = {}
     for number in range(arguments.rounds + 1):
-        plain = steps_take(save_first=False)
-        loses = steps_take(save_first=True) - plain
+        plain = steps_take()
+        with_save = steps_take(save_first=True)
+        run.writer.wait()
+        nothing_asked, waits = asking_nothing()
         run.writer.wait()
         row = {
-            "steps": plain, "loses": loses, "returns": returned[-1], "copied": copied(), "answered": answered(), "saved": saved(),
-            "written": written(),
+            "a step": statistics.median(plain), "the first loses": with_save[0] - plain[0], "asking nothing": nothing_asked[0] - plain[0],
+            "a later one loses": statistics.median(with_save[1:]) - statistics.median(plain[1:]), "waits": waits, "copied": copied(),
+            "answered": answered(), "saved": saved(), "written": written(),
         }  # fmt: skip
-        if number:  # the first warms up
-            for name, seconds in row.items():
-                rounds[name].append(seconds)
+        for name, seconds in row.items() if number else ():  # the first warms up
+            rounds.setdefault(name, []).append(seconds)
     found = {name: statistics.median(values) for name, values in rounds.items()}
-    print(f"{size / 1e9:.3f} GB on {arguments.device}, {arguments.model}, medians of {arguments.rounds} rounds")
-    print(f"training loses  {found['loses']:.3f} s in {STEPS} steps of {found['steps'] / STEPS:.3f} s; the first time {first:.3f} s")
-    print(f"save returns in {found['returns']:.3f} s; copy alone {found['copied']:.3f} s, the fixed image's answers alone {found['answered']:.3f} s")
-    print(f"on the disk     {found['saved']:.3f} s: write and fsync alone {found['written']:.3f} s, ratio {found['saved'] / found['written']:.2f}")
-    print("each round      " + "; ".join(f"{name} {' '.join(f'{value:.3f}' for value in values)}" for name, values in rounds.items()))
+    print(f"{size / 1e9:.3f} GB on {arguments.device}, {arguments.model}, medians of {arguments.rounds} rounds, seconds")
+    print(f"training waits {found['waits']:.3f} for a save; the copy alone takes {found['copied']:.3f}")
+    print(
+        f"the first step after it takes {found['the first loses']:.3f} longer than {found['a step']:.3f}, "
+        f"{found['asking nothing']:.3f} where nothing is asked of the fixed image, whose answers alone take {found['answered']:.3f}; "
+        f"a later step {found['a later one loses']:.3f}; the first step after the first save {first:.3f}"
+    )
+    print(f"on the disk after {found['saved']:.3f}; write and fsync alone {found['written']:.3f}, ratio {found['saved'] / found['written']:.2f}")
+    print("each round: " + "; ".join(f"{name} {' '.join(f'{value:.3f}' for value in values)}" for name, values in rounds.items()))
 
 
 if __name__ == "__main__":
