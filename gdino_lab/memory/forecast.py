@@ -14,7 +14,7 @@ from gdino_lab.memory.trace import Trace, trace_evaluation, trace_step
 from gdino_lab.models import grounding_dino
 from gdino_lab.models.recompute import recompute_activations
 from gdino_lab.plan import BYTES, bucket_elements, zero_stage
-from gdino_lab.scoring import DTYPES, images_at_once
+from gdino_lab.scoring import DTYPES, images_at_once, to_device
 from gdino_lab.settings import Settings, instantiate
 from gdino_lab.tasks.protocol import Task, Worst
 
@@ -171,9 +171,7 @@ def trace_of(settings: Settings, task: Task, worst: Worst, images: int, keep_gra
         return TRACES[what]
 
     def batch() -> dict[str, Any]:
-        made = task.blank_batch(images, worst)
-        made["inputs"]["pixel_values"] = made["inputs"]["pixel_values"].to(DTYPES[weights])
-        return made
+        return to_device(task.blank_batch(images, worst), torch.device("meta"), DTYPES[weights])
 
     def loss(outputs: Any, made: dict[str, Any]) -> Tensor:
         return sum(task.losses(outputs, made, max(1, task.count(made))).values())

@@ -1,7 +1,7 @@
 """What a training step or an evaluation allocates, traced from the real model code on tensors that have shapes but no memory.
 
-It runs on fake CPU tensors. Where a GPU takes another path than the CPU (autocast's choice of dtypes, the fused
-attention and dropout kernels), the call is turned into the GPU's, so that what autograd keeps is what it keeps there.
+It runs on PyTorch's meta device. Where a GPU takes another path (autocast's choice of dtypes, the fused attention and dropout
+kernels), the call is turned into the GPU's, so that what autograd keeps is what it keeps there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,7 +51,7 @@ def trace_step(
 
     Args:
         build: makes the module; called on the meta device.
-        batch: makes the batch, called under fake tensors.
+        batch: makes the batch, on the meta device.
         weights: dtype of the weights.
         autocast: the dtype of CUDA autocast, or None.
         loss: the scalar to differentiate, from the module's outputs and the batch.
@@ -93,28 +92,13 @@ def trace_evaluation(
 def _metered(
     build: Callable[[], nn.Module], batch: Callable[[], dict[str, Any]], weights: torch.dtype, training: bool
 ) -> Iterator[tuple[nn.Module, dict[str, Any], _Meter]]:
-    """Module and batch of fake tensors, and what counts all that is made inside the block."""
+    """Module and batch, and what counts all that is made inside the block."""
     with torch.device("meta"):
         module = build().train(training)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        _materialise(module, weights)
+        module.to(device="meta", dtype=weights)  # nn.Parameter(torch.Tensor(...)) heeds no default device
         values = batch()
         with _Meter({tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())}) as meter:
             yield module, values, meter
-
-
-def _materialise(module: nn.Module, dtype: torch.dtype) -> None:
-    """Fake weights and buffers in place of meta ones, floating ones in `dtype`; shared parameters stay shared."""
-    made: dict[int, nn.Parameter] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                fake = nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad)
-                owner._parameters[name] = made.setdefault(id(parameter), fake)
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                kind = dtype if buffer.is_floating_point() else buffer.dtype
-                owner._buffers[name] = torch.empty(buffer.shape, dtype=kind)
 
 
 def _watch_gradients(module: nn.Module, keep: bool) -> None:
@@ -143,7 +127,7 @@ class _Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].dtype == torch.bool or 1  # the model's own checks ask whether all is well
-        result = func(*args, **(kwargs or {}))
+        result = _result(func, args, kwargs or {})
         extra = _workspace(func, args)
         for tensor in _tensors(result):
             self._count(tensor)
@@ -153,7 +137,7 @@ class _Meter(TorchDispatchMode):
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage in self.seen or tensor.device.type != "cpu":
+        if storage in self.seen or tensor.device.type != "meta":
             return
         size = _rounded(storage.nbytes())
         self.seen[storage] = size
@@ -162,6 +146,48 @@ class _Meter(TorchDispatchMode):
 
     def _free(self, size: int) -> None:
         self.live -= size
+
+
+# What operations have made of arguments of the same shapes; None where they hand on their arguments' memory.
+RESULTS: dict[Any, Any] = {}
+
+
+def _result(func: Any, args: tuple, kwargs: dict) -> Any:
+    """`func(*args, **kwargs)`. Of the tens of thousands of calls most come again, and many meta kernels are Python, which takes ten
+    times as long as to make an equal result."""
+    call = func, _shapes(args), _shapes(kwargs)
+    if (known := RESULTS.get(call)) is not None:
+        return _equal(known)
+    result = func(*args, **kwargs)
+    if call not in RESULTS:
+        RESULTS[call] = None if _hands_on_memory(func, args, result) else _equal(result)
+    return result
+
+
+def _shapes(value: Any) -> Any:
+    """All of the arguments that the shapes of a result depend on, to look it up by."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_shapes, value))
+    if isinstance(value, dict):
+        return tuple((name, _shapes(each)) for name, each in value.items())
+    return type(value), value  # 1, 1.0 and True are equal, and promote to other dtypes
+
+
+def _equal(result: Any) -> Any:
+    """The same in memory of its own."""
+    if isinstance(result, Tensor):
+        return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+    return type(result)(map(_equal, result)) if isinstance(result, (tuple, list)) else result
+
+
+def _hands_on_memory(func: Any, args: tuple, result: Any) -> bool:
+    """Views and changes in place, which most say in their schema; what is on no meta device has values besides."""
+    if any(each.alias_info is not None for each in (*func._schema.arguments, *func._schema.returns)):
+        return True
+    given = {each.untyped_storage() for each in _tensors(args)}
+    return any(each.device.type != "meta" or each.untyped_storage() in given for each in _tensors(result))
 
 
 def _tensors(result: Any):

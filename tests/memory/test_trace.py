@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from gdino_lab.memory import trace
 from gdino_lab.memory.trace import trace_evaluation, trace_step
 
 ROWS, WIDTH = 1024, 256
@@ -86,6 +87,40 @@ def test_a_trace_twice_is_the_same_and_leaves_no_seed_behind():
     state = torch.get_rng_state()
     assert traced() == traced()
     assert torch.equal(state, torch.get_rng_state())
+
+
+class Sharing(nn.Module):
+    """Calls whose results share their arguments' memory, with and without saying so."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("wide", torch.ones(WIDTH, 16 * WIDTH))
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.layer(x.view(2, -1, WIDTH).transpose(0, 1)).transpose(0, 1)
+            x = x + (x @ self.wide).mean(2, keepdim=True)  # the most at once; a product's last view does not say that it is one
+            x = x.reshape(-1, WIDTH).add_(1)
+            x = x + x.expand(2, *x.shape).sum(0)
+        left, right = x.split(WIDTH // 2, dim=1)
+        return torch.cat([right, left], 1).topk(WIDTH // 4).values
+
+
+@pytest.mark.parametrize("module", [Sharing, lambda: Layers(recompute=True, dropout=0.5)])
+@pytest.mark.parametrize("how", [{}, {"autocast": torch.bfloat16}, {"weights": torch.float16}, {"training": False}], ids=str)
+def test_results_looked_up_count_as_those_computed(module, how: dict, monkeypatch: pytest.MonkeyPatch):
+    trace.RESULTS.clear()
+    first, again = traced(module, **how), traced(module, **how)
+    monkeypatch.setattr(trace, "_result", lambda func, args, kwargs: func(*args, **kwargs))
+    assert first == again == traced(module, **how)
+
+
+def test_equal_numbers_of_other_types_are_told_apart():
+    places = torch.zeros(3, dtype=torch.uint8, device="meta")
+    for number in (1, 1.0, True):
+        for _ in range(2):
+            assert trace._result(torch.ops.aten.mul.Tensor, (places, number), {}).dtype == (places * number).dtype
 
 
 @pytest.mark.parametrize("recompute", [False, True])
