@@ -185,7 +185,7 @@ def trace_of(settings: Settings, task: Task, worst: Worst, images: int, keep_gra
 def first_come(costs: Tensor, counts: tuple[int, ...]) -> Tensor:
     """Pairs of the right number, for tensors without values; see `gdino_lab.losses.detection.least_cost`."""
     pairs = sum(min(costs.shape[2], boxes) for boxes in counts)
-    return torch.zeros(costs.shape[0], 3, pairs, dtype=torch.int64)
+    return costs.new_zeros(costs.shape[0], 3, pairs, dtype=torch.int64)
 
 
 def input_bytes(settings: Settings, batch: dict[str, Any]) -> int:

@@ -97,8 +97,8 @@ def _metered(
         module = build().train(training)
         module.to(device="meta", dtype=weights)  # nn.Parameter(torch.Tensor(...)) heeds no default device
         values = batch()
-        with _Meter({tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())}) as meter:
-            yield module, values, meter
+    with _Meter({tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())}) as meter:
+        yield module, values, meter
 
 
 def _watch_gradients(module: nn.Module, keep: bool) -> None:
@@ -246,7 +246,7 @@ class _AsOnCuda(TorchFunctionMode):
         self.casts.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if self.low is not None and func in LOWERED:
             args, kwargs = self._cast(args, self.low), self._cast(kwargs, self.low)
         elif self.low is not None and func in RAISED:
