@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-# Two processes, the tests of a file in one of them: what is trained once serves every test of its file.
-PARALLEL := -n 2 --dist loadfile
+# Two processes of one thread each, since more would wait for each other on two cores; the tests of a file in one of them: what is
+# trained once serves every test of its file.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all test-fast clean
@@ -15,13 +16,13 @@ train: $(READY) ## the main job on the embedded default; ARGS="..." are passed o
 	$(BIN)/gdino-lab train $(ARGS)
 
 test: $(READY) ## the tests, but for the few that take as long as a dozen others
-	$(BIN)/python -m pytest $(PARALLEL) -m "not thorough" $(ARGS)
+	$(PYTEST) -m "not thorough" $(ARGS)
 
 test-all: $(READY) ## every test
-	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-fast: $(READY) ## the quick tests: no rank processes
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 clean: ## remove the environment; outputs/ stays
 	rm -rf .venv
