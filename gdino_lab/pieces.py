@@ -89,7 +89,7 @@ def held(engine: Any, parameter: nn.Parameter, values: Tensor) -> tuple[int, Ten
     if engine.zero_optimization_stage() < 3:
         return 0, flat(values)
     start, length = shard_of(engine, parameter)
-    return start, flat(values)[:length]
+    return start, part_of(flat(values), 0, length)
 
 
 def shard_of(engine: Any, parameter: nn.Parameter) -> tuple[int, int]:
